@@ -1,7 +1,7 @@
-"""The run configuration: YAML and key=value words to one typed, resolved RunConfig. Torch-free.
+"""The run configuration, `RunConfig`, and `load`, which reads it from YAML and key=value arguments. Torch-free.
 
-Strict: an unknown key is an error that names the nearest known one. The resolved configuration, every default filled in, is
-written into the run directory and is what the ranks read.
+An unknown key is an error that names the nearest known one. The resolved configuration, with every default filled in, is written
+to the run directory, from which the ranks read it.
 """
 
 import difflib
@@ -30,37 +30,42 @@ from baton.training.monitoring.config import ProfileConfig
 
 
 class RunConfig(BaseModel):
-    """One run."""
+    """Settings of one run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run; names its directory")
-    directory: str | None = Field(None, description="the run directory; null: runs/NAME under the current directory")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU per rank where there is one, else the CPU")
+    name: str = Field(
+        min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run and, by default, of its directory"
+    )
+    directory: str | None = Field(None, description="run directory; null: runs/NAME in the current directory")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="device of the ranks; auto: one GPU per rank if GPUs are available, otherwise the CPU"
+    )
     imports: tuple[str, ...] = Field(
         (),
-        description="modules of your own to import first, as [my_package.leaky]: they may define kinds of mixers for `model`; an "
-        "installed package's need not be named, if it has an entry point of the group baton.mixers",
+        description="modules to import first, for example [my_package.leaky], which may define kinds of mixers for `model`. An "
+        "installed package with an entry point in the group baton.mixers need not be named",
     )
     model: ModelConfig
     data: DataConfig = Field(default_factory=ShardsConfig)
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
     training: TrainingConfig
     jobs: JobsConfig = Field(default_factory=JobsConfig)
-    profile: ProfileConfig | None = Field(None, description="look at where a few steps' time goes; true: as its settings are by "
-                                          "default; null or false: not at all")  # fmt: skip
+    profile: ProfileConfig | None = Field(
+        None, description="profile a few steps; true: with the default settings; null or false: no profiling"
+    )
 
     @field_validator("imports")
     @classmethod
     def _imported(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Before `model`, whose kinds they define."""
+        """Imports the modules; the field precedes `model` because they may define its kinds of mixers."""
         import_kinds(value)
         return value
 
     @field_validator("profile", mode="before")
     @classmethod
     def _switched(cls, value: Any) -> Any:
-        """A group of settings that can be switched on as a whole."""
+        """Accepts true and false in the place of a group of settings."""
         if value is not None and not isinstance(value, (bool, dict, ProfileConfig)):
             raise ValueError("expected true, false or settings, as profile.steps=3")
         return ({} if value else None) if isinstance(value, bool) else value
@@ -71,11 +76,11 @@ class RunConfig(BaseModel):
 
     @property
     def compute_dtype(self) -> ComputeDtype:
-        """training.compute_dtype; of a run that has not begun, that of a GPU, unless it is to run on a CPU."""
+        """training.compute_dtype. While that is null, the dtype for a GPU, or for a CPU where device is "cpu"."""
         return self.training.compute_dtype_on("cpu" if self.device == "cpu" else "cuda")
 
     def with_compute_dtype(self, compute_dtype: ComputeDtype) -> "RunConfig":
-        """The same, checked again, with this training.compute_dtype."""
+        """A copy with this training.compute_dtype. Raises as `check`."""
         config = self.model_copy(update={"training": self.training.model_copy(update={"compute_dtype": compute_dtype})})
         config.check()
         return config
@@ -84,7 +89,7 @@ class RunConfig(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def check(self) -> None:
-        """Refuse what cannot run, before any process is started. Raises LayoutError, RunError, DataError or ConfigError."""
+        """Check that the run is possible, before any process is started. Raises LayoutError, RunError, DataError or ConfigError."""
         self.layout.check()
         self.training.check(self.layout.data)
         if self.profile is not None:
@@ -138,7 +143,7 @@ class RunConfig(BaseModel):
             )
 
     def _check_sequence(self, ranks: int) -> None:
-        """Refuse a sequence, or a segment of it, that does not divide over its ranks, and a State that cannot be handed on."""
+        """Check that each phase's segments divide over the context ranks and that the mixers' States can be passed on."""
         shorter = [length.sequence_length for length in self.training.sequence_length_warmup]
         for _, settings in self.training.phases:
             warmup = settings.sequence_length in shorter and settings.segment == settings.sequence_length
@@ -154,30 +159,30 @@ class RunConfig(BaseModel):
         for name, settings in self.model.mixers.items():
             if ranks > 1 and settings.state_grows:
                 raise ConfigError(
-                    f"layout.context={ranks}: model.mixers.{name} looks at the whole document, which no rank can hand on; "
+                    f"layout.context={ranks}: model.mixers.{name} attends to the whole document, which no rank can pass on; "
                     f"set model.mixers.{name}.window, or layout.context=1"
                 )
             if carried and settings.state_grows:
                 raise ConfigError(
-                    f"training.bptt: model.mixers.{name} looks at the whole document, whose keys grow with every segment and "
+                    f"training.bptt: model.mixers.{name} attends to the whole document, whose keys grow with every segment and "
                     f"fit in no State; set model.mixers.{name}.window, or training.bptt=null"
                 )
             tail = settings.longest_tail
             if ranks > 1 and tokens // ranks < tail:
                 raise ConfigError(
                     f"layout.context={ranks} leaves {tokens // ranks} of {key}={tokens} tokens to a rank, and "
-                    f"model.mixers.{name} hands on its last {tail}; layout.context that leaves enough: "
+                    f"model.mixers.{name} passes on its last {tail}; layout.context that leaves enough: "
                     f"{[n for n in divisors(tokens) if n == 1 or tokens // n >= tail]}; or with {ranks} ranks "
                     f"{_longer(key, ranks * tail, ranks, training)}"
                 )
             if carried and tokens < tail:
                 raise ConfigError(
-                    f"training.bptt.segment={tokens} is shorter than the last {tail} tokens that model.mixers.{name} hands on; set "
-                    f"{_longer(key, tail, 1, training)}"
+                    f"training.bptt.segment={tokens} is shorter than the last {tail} tokens that model.mixers.{name} passes on; "
+                    f"set {_longer(key, tail, 1, training)}"
                 )
 
     def check_ranks(self, started: int) -> None:
-        """Refuse a number of started ranks that is not the layout's. Raises ConfigError naming a layout.data that would fit."""
+        """Raises ConfigError, which names a layout that fits, if the number of started ranks is not the layout's."""
         layout = self.layout
         if started == layout.world_size:
             return
@@ -193,7 +198,7 @@ class RunConfig(BaseModel):
         )
 
     def notes(self) -> Iterator[str]:
-        """Warnings of the model's mixers, a line each: what this run's documents are too short for."""
+        """Warnings of the model's mixers about this run's document length, one line each."""
         if isinstance(self.data, TaskConfig):
             key, tokens = "data.length", self.data.length
         elif self.training.carries_lane_states:
@@ -205,7 +210,7 @@ class RunConfig(BaseModel):
                 yield f"note: model.mixers.{name} with {key}={tokens}: {note}"
 
     def is_legal(self) -> bool:
-        """Whether `check` has nothing to refuse."""
+        """Whether `check` passes."""
         try:
             self.check()
         except Exception as error:
@@ -216,10 +221,10 @@ class RunConfig(BaseModel):
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a run file, put key=value words over it, resolve and check it. Raises ConfigError with one line.
+    """Reads a run file, applies key=value overrides, resolves and checks it. Raises ConfigError with one line.
 
-    A training.micro_batch_size that does not divide the sequences of a data rank is cut to the next size that does, and a line on
-    stderr says so.
+    A training.micro_batch_size that does not divide a data rank's sequences is reduced to the next size that does, with a note on
+    stderr.
     """
     values = read_yaml(Path(path))
     for word in overrides or []:
@@ -247,8 +252,8 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
 
 
 def _longer(key: str, least: int, ranks: int, training: TrainingConfig) -> str:
-    """A setting of `key` of at least so many tokens that passes the other checks too: a segment divides the context, and both
-    divide over the ranks of a sequence."""
+    """A setting of `key` with at least `least` tokens that passes the other checks too: a segment divides the sequence, and both
+    divide over the context ranks."""
     if key != "training.bptt.segment":
         return f"{key}={least} or more"
     sizes = [n for n in divisors(training.sequence_length) if n >= least and n % ranks == 0]
@@ -265,7 +270,7 @@ def _parse(text: str, word: str) -> Any:
     except yaml.YAMLError:
         raise ConfigError(f"{word!r}: the value is not valid YAML") from None
     if isinstance(value, str):
-        try:  # YAML 1.1 takes 1e-3 for a string
+        try:  # YAML 1.1 reads 1e-3 as a string
             return float(value)
         except ValueError:
             pass
@@ -276,7 +281,7 @@ def _put(values: dict[str, Any], keys: list[str], value: Any, word: str) -> None
     if keys[0] == "model" and isinstance(values.get("model"), str) and len(keys) > 1:
         values["model"] = _resolve_model(values["model"], word)
     for key in keys[:-1]:
-        if values.get(key) is None or isinstance(values[key], bool):  # not there, null or a switch, which a group may be
+        if values.get(key) is None or isinstance(values[key], bool):  # absent, null, or true/false in place of a group
             values[key] = {}
         values = values[key]
         if not isinstance(values, dict):
@@ -285,7 +290,8 @@ def _put(values: dict[str, Any], keys: list[str], value: Any, word: str) -> None
 
 
 def _resolve_model(value: Any, where: str) -> Any:
-    """`model: mamba-130m` means configs/models/mamba-130m.yaml, a path means that file, and `base` either with settings over it."""
+    """The settings that `model:` names: mamba-130m is configs/models/mamba-130m.yaml, a path is that file, and a group with `base`
+    is either of them with the group's other settings applied."""
     if isinstance(value, dict) and isinstance(value.get("base"), str):
         return _resolve_model(value["base"], where) | {key: v for key, v in value.items() if key != "base"}
     if not isinstance(value, str):

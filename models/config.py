@@ -1,4 +1,4 @@
-"""Settings of the model: widths, and which sub-blocks each layer has. Torch-free."""
+"""Settings of the model: its width, and the sub-blocks of each layer. Torch-free."""
 
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
@@ -66,29 +66,33 @@ class ModelConfig(BaseModel):
     pattern: tuple[str, ...] = Field(
         ("mamba",),
         min_length=1,
-        description="the layers, begun again until there are n_layers: `mamba*7` is seven of them, `attention+swiglu` a layer of "
-        "two sub-blocks; a name is a kind of mixer or a key of `mixers`",
+        description="layers of the model, repeated until there are n_layers: `mamba*7` is seven layers, `attention+swiglu` is one "
+        "layer with two sub-blocks. A name is a kind of mixer or a key of `mixers`",
     )
     mixers: dict[str, AnyMixer] = Field(
         default_factory=dict,
-        description="settings of the pattern's names: {kind: ..., ...}; a name that is a kind may leave kind out",
+        description="settings of each name in the pattern: {kind: ..., ...}; kind defaults to the name",
     )
-    vocab_size: int | None = Field(None, ge=1, description="tokens of the tokenizer; null: ask the tokenizer")
-    pad_vocab_to: int = Field(8, ge=1, description="the embedding's rows are rounded up to a multiple of this")
-    tie_embeddings: bool = Field(True, description="the head is the embedding transposed; false: a matrix of its own")
+    vocab_size: int | None = Field(None, ge=1, description="number of tokens in the vocabulary; null: the tokenizer's")
+    pad_vocab_to: int = Field(8, ge=1, description="the embedding's rows are padded to a multiple of this")
+    tie_embeddings: bool = Field(True, description="use the embedding's weight for the head; false: a weight of its own")
     init_std: float | None = Field(
         None,
         gt=0,
-        description="projections begin normal with this standard deviation; null: uniform within fan_in^-1/2, as Mamba's",
+        description="standard deviation of the projections' normal initial values; null: uniform in +-fan_in^-1/2, as in Mamba",
     )
-    norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
-    decay_embedding: bool = Field(False, description="weight decay on embedding and head; the papers leave it open")
-    loss_chunk: int = Field(4096, ge=1, description="tokens whose logits exist at once; a whole context's would not fit")
+    norm_eps: float = Field(1e-5, gt=0, description="epsilon added to the mean square in RMSNorm")
+    decay_embedding: bool = Field(
+        False, description="apply weight decay to the embedding and the head; the papers do not say whether they do"
+    )
+    loss_chunk: int = Field(
+        4096, ge=1, description="tokens whose logits are in memory at once; those of a long sequence would not fit"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _every_name_has_settings(cls, values: Any) -> Any:
-        """A name without settings has its kind's defaults, so that a resolved configuration says everything."""
+        """Gives a name without settings its kind's defaults, so that the resolved configuration is complete."""
         if not isinstance(values, dict):
             return values
         pattern, mixers = values.get("pattern", cls.model_fields["pattern"].default), values.get("mixers", {})
@@ -118,7 +122,7 @@ class ModelConfig(BaseModel):
 
     @property
     def period(self) -> tuple[Layer, ...]:
-        """The pattern's layers, once. Raises ValueError for an entry that is none."""
+        """The pattern's layers, without repetition. Raises ValueError for an invalid entry."""
         layers: list[Layer] = []
         for entry in self.pattern:
             match = _ENTRY.match(entry)
@@ -140,17 +144,17 @@ class ModelConfig(BaseModel):
 
     @property
     def residual_adds(self) -> int:
-        """How often the whole model adds to its residual stream."""
+        """Number of additions to the residual stream in the whole model."""
         return sum(len(layer) for layer in self.layers)
 
     @property
     def embedding(self) -> ParameterDeclaration:
-        """The embedding. A tied one is also the head: its `uses` are those of the stage that has both."""
+        """The embedding. With tied embeddings it is also the head, and `uses` counts the head's matmul."""
         return self._vocabulary("embedding", uses=int(self.tie_embeddings))
 
     @property
     def head(self) -> ParameterDeclaration | None:
-        """The head where it is not the embedding."""
+        """The head; None with tied embeddings."""
         return None if self.tie_embeddings else self._vocabulary("head", uses=1)
 
     @property
@@ -166,7 +170,7 @@ class ModelConfig(BaseModel):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding. Raises ValueError while vocab_size is not known."""
+        """Rows of the embedding. Raises ValueError while vocab_size is None."""
         if self.vocab_size is None:
             raise ValueError("model.vocab_size is not known yet: it comes from the tokenizer")
         return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to

@@ -12,32 +12,34 @@ class LayoutConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tensor: int = Field(1, ge=1, description="ranks that share one layer's heads or channels; 1: a 1B model fits one GPU")
-    pipeline: int = Field(1, ge=1, description="stages, each with some of the layers; 1: a 1B model fits one GPU")
-    context: int = Field(1, ge=1, description="ranks that share one sequence, each a span of it; their States are handed on")
-    data: int = Field(1, ge=1, description="ranks that read different lanes of the data")
+    tensor: int = Field(1, ge=1, description="tensor-parallel ranks, which split each layer's heads or channels")
+    pipeline: int = Field(1, ge=1, description="pipeline-parallel stages, each with some of the layers")
+    context: int = Field(
+        1, ge=1, description="context-parallel ranks, which split each sequence into spans and pass States from span to span"
+    )
+    data: int = Field(1, ge=1, description="data-parallel ranks, which read different lanes of the data")
     zero: Literal[0, 1, 2] = Field(
         1,
-        description="ZeRO stage: 0: every data rank has the whole optimizer; 1: its states are partitioned over data x context "
-        "ranks; 2: gradients are also sent to their owners only, half the bytes (without pipeline)",
+        description="ZeRO stage. 0: every data rank has the whole optimizer state; 1: the optimizer state is partitioned over "
+        "data x context ranks; 2: in addition, gradients are reduce-scattered, which halves their traffic (not with pipeline)",
     )
     sequence_parallel: bool = Field(
         False,
-        description="tensor ranks share the residual stream and the norms, each a part of the tokens (Megatron's sequence "
-        "parallelism): less memory where layers are recomputed, the same bytes",
+        description="split the residual stream and the norms by tokens over the tensor ranks (Megatron's sequence parallelism): "
+        "less memory where layers are recomputed, for the same communication volume",
     )
     context_comm: Literal["ring", "early", "all_gather"] = Field(
         "ring",
-        description="how States of linear recurrences cross the sequence ranks: from neighbour to neighbour when a rank's part has "
-        "run, or before (early: more work in every layer, less waiting behind the first of many ranks), or as early but gathered "
-        "by all, which waits for the slowest rank",
+        description="how context-parallel ranks exchange the States of linear recurrences. ring: each rank sends its final State "
+        "to the next rank. early: each rank first computes its span's state transition, which takes more work in every layer and "
+        "shortens the wait for earlier ranks. all_gather: as early, with an all-gather, which waits for the slowest rank",
     )
     timeout_s: float = Field(
         600.0,
         gt=0,
-        description="seconds that a rank which others wait for may give no sign of life before all ranks end with an error; each "
-        "operation of a step, layer, collective and block of a checkpoint gives one (on a GPU, where the host runs ahead of the "
-        "device, be longer than a step). Until the first step is done, and in a first evaluation: jobs.startup_timeout_s",
+        description="seconds without progress on one rank after which all ranks end with an error. Every operation of a step, "
+        "layer, collective and block of a checkpoint counts as progress. On a GPU it must exceed the time of a step, because the "
+        "host runs ahead of the device. Until the first step is done, and in a first evaluation, jobs.startup_timeout_s applies",
     )
 
     @property
@@ -45,11 +47,11 @@ class LayoutConfig(BaseModel):
         return self.tensor * self.pipeline * self.context * self.data
 
     def sizes(self) -> dict[str, int]:
-        """The numbers of ranks, and the ZeRO stage."""
+        """The numbers of ranks and the ZeRO stage, by setting."""
         return {name: getattr(self, name) for name in ("tensor", "pipeline", "context", "data", "zero")}
 
     def check(self) -> None:
-        """Refuse combinations that cannot be. Raises LayoutError."""
+        """Raises LayoutError for a combination that is not supported."""
         if self.zero == 2 and self.pipeline > 1:
             raise LayoutError(
                 f"layout.zero=2 with layout.pipeline={self.pipeline}: stages add up whole gradients over their micro-batches, so "
@@ -58,5 +60,5 @@ class LayoutConfig(BaseModel):
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n, ascending: the sizes an error message offers."""
+    """All divisors of n in ascending order, for error messages that name possible sizes."""
     return [d for d in range(1, n + 1) if n % d == 0]

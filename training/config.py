@@ -26,108 +26,147 @@ class OptimizerConfig(_Settings):
 
     lr: float = Field(gt=0, description="peak learning rate")
     lr_overrides: dict[str, Rate] = Field(
-        default_factory=dict, description="peak learning rate of parameters by name, as {'*.ssm.*': 1e-3}; the first match counts"
+        default_factory=dict,
+        description="peak learning rates for parameters whose names match a pattern, for example {'*.ssm.*': 1e-3}; the first "
+        "matching pattern applies",
     )
-    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay of the two moments; as in Mamba's recipe")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled; not applied to norms, biases, A_log, D")
-    clip_norm: float = Field(1.0, ge=0, description="global gradient norm above which gradients are scaled down; 0: never")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay rates of the two moments; (0.9, 0.95) as in Mamba's recipe")
+    eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay; not applied to norms, biases, A_log and D")
+    clip_norm: float = Field(
+        1.0, ge=0, description="maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping"
+    )
 
 
 class ScheduleConfig(_Settings):
     """Learning rate over steps: linear warm-up, then cosine or warmup-stable-decay (WSD)."""
 
-    kind: Literal["cosine", "wsd", "constant"] = Field("cosine", description="shape after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0; 0: none. Papers take 1 to 10 % of a run")
-    decay_steps: int = Field(0, ge=0, description="wsd: steps of linear decay at the end")
-    final_lr: float = Field(1e-5, ge=0, description="learning rate at the last step (cosine, wsd); absolute, as in the papers")
+    kind: Literal["cosine", "wsd", "constant"] = Field("cosine", description="shape of the schedule after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0; 0: none. The papers use 1 to 10 % of a run")
+    decay_steps: int = Field(0, ge=0, description="wsd: steps of linear decay at the end of the run")
+    final_lr: float = Field(
+        1e-5, ge=0, description="learning rate at the last step (cosine, wsd), as an absolute value like in the papers"
+    )
 
 
 class LengthConfig(_Settings):
-    """Steps on shorter sequences, before those of training.sequence_length."""
+    """A phase of training with shorter sequences, before training.sequence_length is used."""
 
-    steps: int = Field(ge=1, description="optimizer steps")
-    sequence_length: int = Field(ge=1, description="tokens per sequence; a step has as many tokens as ever, and a micro-batch too")
+    steps: int = Field(ge=1, description="optimizer steps in this phase")
+    sequence_length: int = Field(
+        ge=1, description="tokens per sequence in this phase; the tokens per step and per micro-batch do not change"
+    )
 
 
 class BatchConfig(_Settings):
-    """Steps with fewer tokens, before those of training.global_batch_tokens."""
+    """A phase of training with a smaller batch, before training.global_batch_tokens is used."""
 
-    steps: int = Field(ge=1, description="optimizer steps")
-    global_batch_tokens: int = Field(ge=1, description="tokens per optimizer step, all ranks together")
+    steps: int = Field(ge=1, description="optimizer steps in this phase")
+    global_batch_tokens: int = Field(ge=1, description="tokens per optimizer step over all ranks in this phase")
 
 
 class BpttConfig(_Settings):
-    """Backpropagation through time in segments: only one segment's activations are kept at a time."""
+    """Backpropagation through time in segments. Only one segment's activations are in memory at a time."""
 
     mode: Literal["exact", "truncated"] = Field(
-        description="exact: the gradient of the whole sequence, each segment but the last one computed twice; truncated: each lane "
-        "carries its State from step to step, and the gradient is cut"
+        description="exact: the gradient of the whole sequence; every segment except the last is computed twice. truncated: each "
+        "lane carries its State from one step to the next, and no gradient crosses steps"
     )
-    segment: int = Field(16384, ge=1, description="tokens of a segment, all its sequence ranks together; more: more memory")
+    segment: int = Field(
+        16384, ge=1, description="tokens per segment, over all context-parallel ranks; longer segments need more memory"
+    )
     gradient_segments: int | None = Field(
         None,
         ge=1,
-        description="truncated: segments that a gradient goes back through; null: all of a step's. 1 computes nothing twice",
+        description="truncated: number of segments that a gradient passes back through; null: all segments of a step. With 1, no "
+        "segment is computed twice",
     )
 
 
 class EvaluationConfig(_Settings):
-    """Loss and bits per byte on the validation split, and a sample of text; loss and accuracy on a synthetic task."""
+    """Evaluation during training: loss, bits per byte and a text sample; for a synthetic task, loss and accuracy."""
 
-    every: int = Field(1000, ge=0, description="steps between evaluations, and one after the last step; 0: none at all")
-    tokens: int = Field(1_000_000, ge=1, description="tokens of the validation split, always the same ones; of a synthetic "
-                        "task, tokens of each case")  # fmt: skip
-    sample_tokens: int = Field(128, ge=0, description="tokens of the text sample written beside each evaluation; 0: none. A "
-                               "synthetic task has no text")  # fmt: skip
-    long_tokens: int = Field(0, ge=0, description="tokens of each row of the longest validation documents, whose loss by position "
-                             "and norms of States are written, at the memory of one segment; 0: none")  # fmt: skip
-    long_rows: int = Field(8, ge=1, description="such rows; the longest documents are dealt to them, so that a row goes on with "
-                           "another where one ends")  # fmt: skip
+    every: int = Field(
+        1000, ge=0, description="steps between evaluations; the last step is always evaluated. 0: no evaluation at all"
+    )
+    tokens: int = Field(
+        1_000_000,
+        ge=1,
+        description="tokens of the validation split that are evaluated, the same ones each time; for a synthetic task, tokens per "
+        "case",
+    )
+    sample_tokens: int = Field(
+        128, ge=0, description="tokens of the text sample generated at each evaluation; 0: no sample. Ignored for synthetic tasks"
+    )
+    long_tokens: int = Field(
+        0,
+        ge=0,
+        description="tokens per row of the long-context evaluation, which reports the loss by position and the norms of States on "
+        "the longest validation documents. It uses the memory of one segment. 0: no long-context evaluation",
+    )
+    long_rows: int = Field(
+        8,
+        ge=1,
+        description="rows of the long-context evaluation; the longest documents are distributed over them, and a row continues "
+        "with another document where one ends",
+    )
     gradient_reach_segment_length: int = Field(
         0,
         ge=0,
-        description="tokens of a segment; norms of the gradient of the last segment's loss with respect to the States one, two, "
-        "... segments before it are written, for the first long rows; 0: none",
+        description="tokens per segment of the gradient-reach measurement, which reports the norms of the gradient of the last "
+        "segment's loss with respect to the States 1, 2, ... segments earlier, on the first long rows; 0: no measurement",
     )
-    gradient_reach_segments: int = Field(32, ge=2, description="segments that the gradient is followed back through")
+    gradient_reach_segments: int = Field(32, ge=2, description="segments that the gradient is propagated back through")
 
     @property
     def long_rows_tokens(self) -> int:
-        """Tokens of a long row that are read; 0: nobody looks at any."""
+        """Tokens per row that the long-context evaluation and the gradient-reach measurement read; 0 if both are off."""
         return max(self.long_tokens, self.gradient_reach_segment_length * self.gradient_reach_segments) if self.every else 0
 
 
 class TrainingConfig(_Settings):
-    """The run's training: steps, batch, sequence length, dtypes, optimizer, and everything around its steps."""
+    """Training: steps, batch, sequence length, dtypes, optimizer, checkpoints, evaluation and monitoring."""
 
-    steps: int = Field(ge=1, description="optimizer steps of the whole run")
+    steps: int = Field(ge=1, description="optimizer steps in the whole run")
     sequence_length: int = Field(ge=1, description="tokens per sequence")
     sequence_length_warmup: tuple[LengthConfig, ...] = Field(
         (),
-        description="shorter sequences in the first steps, as [{steps: 1000, sequence_length: 4096}]; a step has as many tokens",
+        description="shorter sequences in the first steps, for example [{steps: 1000, sequence_length: 4096}]; the tokens per step "
+        "do not change",
     )
-    global_batch_tokens: int = Field(ge=1, description="tokens per optimizer step, all ranks together")
+    global_batch_tokens: int = Field(ge=1, description="tokens per optimizer step over all ranks")
     batch_size_warmup: tuple[BatchConfig, ...] = Field(
-        (), description="smaller batches in the first steps, as [{steps: 1000, global_batch_tokens: 65536}]"
+        (), description="smaller batches in the first steps, for example [{steps: 1000, global_batch_tokens: 65536}]"
     )
-    micro_batch_size: int = Field(1, ge=1, description="sequences per rank and forward pass; more: faster, more memory; "
-                             "one that does not divide a rank's sequences is cut to the next size that does")  # fmt: skip
-    lanes: int | None = Field(None, ge=1, description="independent streams of documents, fixed for the run's life; null: one "
-                              "per sequence of the global batch")  # fmt: skip
-    seed: int = Field(0, ge=0, description="of the initial values and of the order of the data")
+    micro_batch_size: int = Field(
+        1,
+        ge=1,
+        description="sequences per rank and forward pass; a larger micro-batch is faster and needs more memory. A size that does "
+        "not divide a rank's sequences is reduced to the next one that does",
+    )
+    lanes: int | None = Field(
+        None,
+        ge=1,
+        description="number of lanes, the independent streams of documents that sequences are read from; fixed for the lifetime of "
+        "a run. null: one per sequence of the global batch",
+    )
+    seed: int = Field(0, ge=0, description="random seed for the initial values and for the order of the data")
     compute_dtype: ComputeDtype | None = Field(
         None,
-        description="dtype of matmuls and activations; null: bfloat16 on a GPU, float32 on a CPU, which multiplies float32 several "
-        "times faster; a run keeps the dtype that it began with. Parameters, gradients, scan states and the optimizer stay fp32",
+        description="dtype of matmuls and activations; null: bfloat16 on a GPU, and float32 on a CPU, where float32 matmuls are "
+        "several times faster. A run keeps the dtype it started with. Parameters, gradients, recurrent states and the optimizer "
+        "are always float32",
     )
     residual_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="dtype of the residual stream, and of the activations that pipeline stages send; bfloat16, with "
-        "compute_dtype=bfloat16: faster, but every sub-block's sum is rounded to 8 bits",
+        description="dtype of the residual stream and of the activations that pipeline stages exchange; bfloat16 (with "
+        "compute_dtype=bfloat16) is faster, but rounds the residual stream to 8 bits after every sub-block",
     )
-    initial_weights: str | None = Field(None, description="a safetensors file, as `baton checkpoint export` writes, that a new run "
-                                        "begins with; null: values from the seed")  # fmt: skip
+    initial_weights: str | None = Field(
+        None,
+        description="safetensors file with the initial parameters of a new run, as written by `baton checkpoint export`; null: "
+        "random initial values from the seed",
+    )
     recompute: Recompute | Literal["auto"] = Field(
         "auto",
         description="activations that the backward pass recomputes. none: all are kept, fastest. selective: those that are "
@@ -141,17 +180,22 @@ class TrainingConfig(_Settings):
         "run them, for somewhat more memory. Possible where a GPU has all layers and whole sequences; hooks on modules do not run. "
         "auto: where it is possible and fits, except on a CPU",
     )
-    deterministic: bool = Field(True, description="refuse kernels whose result varies from run to run")
-    log_every: int = Field(10, ge=1, description="steps between lines on the console; metrics.jsonl gets every step")
+    deterministic: bool = Field(True, description="raise an error for kernels whose results vary from run to run")
+    log_every: int = Field(10, ge=1, description="steps between console log lines; metrics.jsonl records every step")
     callbacks: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="callbacks of your own with their arguments, as {'my_package.histograms:WeightHistograms': {every: 100}}: a "
-        "module path, or the name of an entry point of the group baton.callbacks",
+        description="custom callbacks and their arguments, for example {'my_package.histograms:WeightHistograms': {every: 100}}. A "
+        "key is MODULE:CLASS, or the name of an entry point in the group baton.callbacks",
     )
-    replica_check_every: int = Field(500, ge=0, description="steps between comparisons of what ranks must hold to the bit; also at "
-                                     "every start and before every checkpoint; 0: never")  # fmt: skip
-    bptt: BpttConfig | None = Field(None, description="segments, for contexts whose activations do not fit; null: whole sequences"
-                                    )  # fmt: skip
+    replica_check_every: int = Field(
+        500,
+        ge=0,
+        description="steps between checks that replicated tensors are bitwise equal on all ranks; the check also runs at every "
+        "start and before every checkpoint. 0: never",
+    )
+    bptt: BpttConfig | None = Field(
+        None, description="train in segments, for sequences whose activations do not fit in memory; null: whole sequences"
+    )
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -160,12 +204,12 @@ class TrainingConfig(_Settings):
     guard: GuardConfig = Field(default_factory=GuardConfig)
 
     def compute_dtype_on(self, device: str) -> ComputeDtype:
-        """The precision, where models live on a device of this type (torch.device's; meta stands for a GPU)."""
+        """The compute dtype on a device of this type (torch.device.type; "meta" stands for a GPU)."""
         return self.compute_dtype or ("float32" if device == "cpu" else "bfloat16")
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences per optimizer step, all data ranks together."""
+        """Sequences per optimizer step over all data ranks."""
         return self.global_batch_tokens // self.sequence_length
 
     @property
@@ -177,7 +221,7 @@ class TrainingConfig(_Settings):
 
     @property
     def phases(self) -> tuple[tuple[int, "TrainingConfig"], ...]:
-        """The first step of each shape of steps, and the settings from there on: one length, one batch, and the run's lanes."""
+        """The phases of the run: the first step of each, and its settings with one sequence length and one batch size."""
         contexts, first = {}, 0
         for length in self.sequence_length_warmup:
             contexts[first] = length.sequence_length
@@ -205,31 +249,31 @@ class TrainingConfig(_Settings):
         )
 
     def at(self, step: int) -> "TrainingConfig":
-        """The settings of a step, whose sequences are all of one length."""
+        """The settings of the phase that a step is in."""
         return next(settings for first, settings in reversed(self.phases) if first <= step)
 
     @property
     def segment(self) -> int:
-        """Tokens that are kept for backward at a time, all sequence ranks together."""
+        """Tokens whose activations are in memory at a time, over all context-parallel ranks."""
         return self.sequence_length if self.bptt is None else min(self.bptt.segment, self.sequence_length)
 
     @property
     def segments(self) -> int:
-        """Segments of a sequence."""
+        """Number of segments in a sequence."""
         return self.sequence_length // self.segment
 
     @property
     def gradient_segments(self) -> int:
-        """Segments that a gradient goes back through."""
+        """Number of segments that a gradient passes back through."""
         return (self.bptt.gradient_segments if self.bptt is not None else None) or self.segments
 
     @property
     def carries_lane_states(self) -> bool:
-        """Whether lanes carry their States from step to step."""
+        """Whether lanes carry their States from one step to the next."""
         return self.bptt is not None and self.bptt.mode == "truncated"
 
     def check(self, data_size: int) -> None:
-        """Refuse a batch that does not divide. data_size: data-parallel ranks. Raises RunError naming sizes that would work."""
+        """Check that the batch divides over `data_size` data-parallel ranks. Raises RunError, which names sizes that do."""
         if self.sequence_length_warmup or self.batch_size_warmup:
             self._check_phases(data_size)
             return
@@ -274,7 +318,7 @@ class TrainingConfig(_Settings):
             )
 
     def _check_phases(self, data_size: int) -> None:
-        """The same for each shape of steps."""
+        """`check` for each phase of the run."""
         for number, length in enumerate(self.sequence_length_warmup):
             if self.sequence_length % length.sequence_length:
                 raise RunError(
@@ -302,7 +346,7 @@ class TrainingConfig(_Settings):
                 )
 
     def _check_segments(self) -> None:
-        """Refuse segments that do not divide. Raises RunError naming sizes that would."""
+        """Check that segments divide the sequence. Raises RunError, which names sizes that do."""
         if self.bptt is None:
             return
         if self.sequence_length % self.segment:

@@ -29,12 +29,12 @@ def check_long_evaluation(model: ModelConfig, training: TrainingConfig, ranks: i
         for name, mixer in model.mixers.items():
             if mixer.state_grows:
                 raise RunError(
-                    f"{setting}: model.mixers.{name} looks at the whole document, whose keys fit in no State; set "
+                    f"{setting}: model.mixers.{name} attends to the whole document, whose keys fit in no State; set "
                     f"model.mixers.{name}.window, or {setting}=0"
                 )
             if tokens // ranks < (tail := mixer.longest_tail):
                 raise RunError(
-                    f"{setting}: {what} leaves {tokens // ranks} tokens to a rank, and model.mixers.{name} hands on the last "
+                    f"{setting}: {what} leaves {tokens // ranks} tokens to a rank, and model.mixers.{name} passes on the last "
                     f"{tail}; make it {ranks * tail} tokens or more, or set {setting}=0"
                 )
 

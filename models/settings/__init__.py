@@ -20,7 +20,7 @@ from baton.models.settings.cost_model import MixerCosts
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, prefixed
 
 SMALL_WIDTH = 12
-"""d_model that every mixer's `small` settings fit: four tensor ranks, heads of odd width."""
+"""The d_model of every mixer's `small` settings: divisible over four tensor ranks, with head widths that are no powers of two."""
 
 ENTRY_POINTS = "baton.mixers"
 """Group of entry points of installed packages: kind = module."""
@@ -45,7 +45,7 @@ class MixerConfig(BaseModel):
             _KINDS[name] = cls
 
     def sizes(self, d_model: int) -> dict[str, int]:
-        """Sizes that are split over the tensor group, by the setting that decides them: each must be a multiple of its ranks."""
+        """Sizes that are split over the tensor group, by setting. Each must be a multiple of the number of tensor ranks."""
         return {}
 
     @property
@@ -55,15 +55,16 @@ class MixerConfig(BaseModel):
 
     @property
     def longest_tail(self) -> int:
-        """Tokens of the longest tail in the State. A context-parallel rank must have at least as many."""
+        """Number of previous tokens that the State keeps (of a convolution or window). A context-parallel rank's span must be at
+        least this long."""
         return 0
 
     def note(self, tokens: int) -> str | None:
-        """A warning for runs whose documents have at most `tokens` tokens, in one line; None: nothing to say."""
+        """A one-line warning for runs whose documents have at most `tokens` tokens; None: no warning."""
         return None
 
     def check(self, d_model: int) -> None:
-        """Raises ValueError, with what to change, for settings that do not fit d_model."""
+        """Raises ValueError, which names a setting to change, for settings that do not fit d_model."""
 
     @property
     def nested(self) -> "dict[str, MixerConfig]":
@@ -71,19 +72,21 @@ class MixerConfig(BaseModel):
         return {}
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
-        """The mixer's own parameters, those of nested mixers not among them. Whatever needs a parameter reads this declaration."""
+        """The mixer's own parameters, without those of nested mixers. Modules, layouts, checkpoints and the planner read these
+        declarations."""
         return ()
 
     def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
-        """The State of a sequence, that of nested mixers not included."""
+        """The State of one sequence, without that of nested mixers."""
         return ()
 
     def activation_costs(self, d_model: int) -> MixerCosts:
-        """What the operators save and compute beside the declared parameters. Raises ValueError for a kind that has not said."""
+        """Saved activations, recurrences and FLOPs, which do not follow from the declarations. Raises ValueError for a kind that
+        does not define this method."""
         raise ValueError(f"kind {self.kind} does not say what it costs; give {type(self).__name__} a method activation_costs")
 
     def state_by_name(self, d_model: int) -> dict[str, StateDeclaration]:
-        """`state`, by name."""
+        """The declarations of `state`, by name."""
         return {state.name: state for state in self.state(d_model)}
 
     def all_parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
@@ -97,7 +100,7 @@ class MixerConfig(BaseModel):
         return (*nested, *self.state(d_model))
 
     def costs(self, d_model: int) -> MixerCosts:
-        """Parameters, State and activations, for the planner. Raises ValueError as `activation_costs`."""
+        """Costs of the mixer with its nested mixers, for the planner. Raises ValueError as `activation_costs`."""
         return self._with_nested(d_model).of(self.all_parameters(d_model))
 
     def _with_nested(self, d_model: int) -> MixerCosts:
@@ -108,13 +111,18 @@ class MixerConfig(BaseModel):
 
     @classmethod
     def small(cls) -> Self:
-        """A tiny instance for d_model = SMALL_WIDTH that has every part of the mixer; all mixers' tests build it."""
+        """Settings of a small mixer for tests, at d_model = SMALL_WIDTH.
+
+        Tests that hold for every kind of mixer (split invariance, tensor and context parallelism, decoding, costs) are parametrized
+        over `kinds()` and build each kind from this. The settings enable every optional part of the mixer, use sizes that differ
+        from each other so that swapped dimensions fail, and divide over four tensor ranks.
+        """
         return cls()  # type: ignore[call-arg]
 
 
 @cache
 def kinds() -> "dict[str, type[MixerConfig]]":
-    """Settings classes by kind, for every file in models/mixers."""
+    """The settings class of every kind, one for each file in models/mixers."""
     here = Path(__file__).parent
     names = sorted(path.stem for path in (here.parent / "mixers").glob("*.py") if path.stem != "__init__")
     for name in names:

@@ -1,4 +1,4 @@
-"""Settings of softmax attention, and of the heads that B'MOJO and GSA share with it."""
+"""Settings of softmax attention, and `HeadsConfig`, which B'MOJO and GSA share."""
 
 from typing import Literal
 
@@ -10,14 +10,16 @@ from baton.models.settings.declarations import ParameterDeclaration, StateDeclar
 
 
 class HeadsConfig(MixerConfig):
-    """Query heads and the key heads that they share."""
+    """Numbers of heads, for grouped-query attention."""
 
     head_dim: int = Field(64, ge=1, description="width of a head")
-    heads: int | None = Field(None, ge=1, description="query heads; null: d_model / head_dim")
-    kv_heads: int | None = Field(None, ge=1, description="key and value heads, each shared by heads / kv_heads; null: heads")
+    heads: int | None = Field(None, ge=1, description="number of query heads; null: d_model / head_dim")
+    kv_heads: int | None = Field(
+        None, ge=1, description="number of key and value heads, each shared by heads / kv_heads query heads; null: heads"
+    )
 
     def head_counts(self, d_model: int) -> tuple[int, int]:
-        """Query heads and key heads."""
+        """The numbers of query heads and of key heads."""
         heads = self.heads or d_model // self.head_dim
         return heads, self.kv_heads or heads
 
@@ -34,11 +36,13 @@ class HeadsConfig(MixerConfig):
 
 
 class AttentionConfig(HeadsConfig):
-    """Softmax attention with rotary positions, over the whole document or a sliding window (Transformer++, Mistral)."""
+    """Softmax attention with rotary positions (RoPE) over the whole document or a sliding window (Transformer++, Mistral)."""
 
     kind: Literal["attention"] = "attention"
-    window: int | None = Field(None, ge=1, description="tokens that a query sees, itself included; null: all of its document")
-    rope_theta: float | None = Field(1e4, gt=0, description="base of the rotary angles; null: no positions")
+    window: int | None = Field(
+        None, ge=1, description="tokens that a query attends to, including its own; null: the whole document up to it"
+    )
+    rope_theta: float | None = Field(1e4, gt=0, description="base of the rotary angles; null: no rotary positions")
 
     @property
     def state_grows(self) -> bool:
@@ -74,14 +78,14 @@ class AttentionConfig(HeadsConfig):
         width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
         saved = [
             SavedTensor("in_proj input", d_model, "compute", split=False),
-            # v is a view of the projection, so all of it stays; a GPU's kernels read q, k and v as contiguous copies
+            # v is a view of the projection, which keeps all of it in memory; GPU kernels read contiguous copies of q, k and v
             SavedTensor("q, k and v", width + 2 * kv_width, "compute", device="cpu"),
             SavedTensor("v", kv_width, "compute", device="gpu"),
             SavedTensor("log-sum-exp", heads, "float32", device="gpu"),
             SavedTensor("out_proj input", width, "compute"),
         ]
         if self.rope_theta is not None:
-            # a cosine and a sine per pair, the same for queries and keys and for all heads
+            # a cosine and a sine per pair of channels, shared by queries and keys and by all heads
             saved += [
                 SavedTensor("cosines and sines", self.head_dim, "float32", split=False),
                 SavedTensor("rotated q and k", width + kv_width, "compute"),

@@ -13,43 +13,57 @@ from baton.models.settings.mamba import MambaConfig
 
 
 class BMojoConfig(HeadsConfig):
-    """Attention over a window, fading and eidetic tokens beside a state space (Zancato et al.). B'MOJO-F: eidetic=0.
+    """B'MOJO (Zancato et al. 2024): attention over a window, outputs of a state space model (fading memory) and selected past
+    tokens (eidetic memory). B'MOJO-F: eidetic=0.
 
-    The paper gives the window and leaves the other sizes open. A memory is first used `window` tokens after a document's start:
-    where no document is longer than the window, the layer is attention without positions, and the state space gets a gradient of 0.
+    The paper gives the window and leaves the other sizes open. The memories are first used `window` tokens into a document. If no
+    document is longer than the window, the layer is attention without positions, and the state space model's gradient is 0.
     """
 
     kind: Literal["bmojo"] = "bmojo"
-    window: int = Field(512, ge=1, description="tokens of the window, and between two publications of the memory; the paper's 512")
+    window: int = Field(
+        512,
+        ge=1,
+        description="tokens in the attention window, and between updates of the memory that is attended; the paper's 512",
+    )
     fading: Literal["chunk", "sliding"] = Field(
-        "chunk", description="chunk: the last outputs of the state space before the window's multiple, as in the paper; sliding: "
-        "those one to two windows back, of every token"
-    )  # fmt: skip
+        "chunk",
+        description="which outputs of the state space model are attended. chunk: the last fading_tokens outputs before the current "
+        "chunk of `window` tokens, as in the paper; sliding: for every token, the outputs one to two windows before it",
+    )
     fading_tokens: int = Field(
-        16, ge=0, description="with fading=chunk: outputs of the state space in a memory; more of them give it more of a gradient. "
-        "Algorithm 1 has one, y_{t-w} for each token t; in chunks, as the paper trains, a memory stays for a window, so that 1 is "
-        "the algorithm's token for a chunk's last token, and a newer one for those before it"
-    )  # fmt: skip
-    eidetic: int = Field(64, ge=0, description="tokens with the largest innovation that are kept verbatim; 0: B'MOJO-F")
+        16,
+        ge=0,
+        description="fading=chunk: number of outputs of the state space model in the memory; more of them give it more gradient. "
+        "Algorithm 1 has one, y_{t-w} for each token t. In chunks, as the paper trains, the memory is fixed for a window: 1 is "
+        "then the algorithm's token for the last token of a chunk, and a more recent one for the tokens before it",
+    )
+    eidetic: int = Field(64, ge=0, description="number of tokens with the largest innovation that are kept verbatim; 0: B'MOJO-F")
     d_conv: int | None = Field(
-        4, ge=2, description="tokens that the causal convolutions of the tokens' keys and values see; not in the paper. Without "
-        "positions they alone tell a layer which token came before, as recall needs. null: none, which is Algorithm 1 as printed; "
-        "a stack of such layers alone learns recall slowly and in part (docs/measured.md, recall)"
-    )  # fmt: skip
-    predictor: int = Field(4, ge=1, description="outputs that foretell the next one; the paper says few and gives no number")
+        4,
+        ge=2,
+        description="width of the causal convolutions of keys and values, in tokens; not in the paper. The layer has no positions, "
+        "so only the convolutions tell it which token came before, as recall needs. null: no convolutions, Algorithm 1 as printed; "
+        "a stack of only such layers learns recall slowly and in part (docs/measured.md, recall)",
+    )
+    predictor: int = Field(
+        4, ge=1, description="number of previous outputs that predict the next one; the paper says few and gives no number"
+    )
     predictor_weights: Literal["halved", "uniform"] = Field(
-        "halved", description="weights of these outputs, of sum 1 and not learned: halved: 2^-1, 2^-2, ..., the nearest first, "
-        "normalised; uniform: all the same. The paper says a fixed weighted average"
-    )  # fmt: skip
+        "halved",
+        description="weights of these outputs, normalized to sum 1 and not learned. halved: 2^-1, 2^-2, ..., the nearest first; "
+        "uniform: all equal. The paper says a fixed weighted average",
+    )
     innovation_norm: Literal["l2", "l1", "max"] = Field(
-        "l2", description="norm, over the channels, of what was not foretold: l2: the root of the mean square; l1: the mean "
-        "absolute value; max: the largest one. The paper gives none"
-    )  # fmt: skip
-    ssm: MambaConfig = Field(default_factory=MambaConfig, description="the fading memory")
+        "l2",
+        description="norm of the prediction error over channels. l2: root mean square; l1: mean absolute value; max: maximum "
+        "absolute value. The paper gives none",
+    )
+    ssm: MambaConfig = Field(default_factory=MambaConfig, description="the state space model of the fading memory")
 
     @property
     def n_fading(self) -> int:
-        """Fading rows in a published memory."""
+        """Number of fading tokens in the memory."""
         return self.fading_tokens if self.fading == "chunk" else 0
 
     def sizes(self, d_model: int) -> dict[str, int]:
@@ -61,19 +75,17 @@ class BMojoConfig(HeadsConfig):
 
     @property
     def _fading_tail(self) -> int:
-        """Outputs of the state space that are carried."""
+        """Number of past outputs of the state space model in the State."""
         return 2 * self.window - 1 if self.fading == "sliding" else self.n_fading
 
     def note(self, tokens: int) -> str | None:
         if self.fading == "chunk" and self.fading_tokens == 0:
-            return (
-                "no output of the state space is attended (fading_tokens=0), so its gradient is 0 and it keeps its initial values"
-            )
+            return "no output of the state space model is attended (fading_tokens=0), so its gradient is 0 and it is not trained"
         if tokens > self.window:
             return None
         return (
             f"its memory is first used {self.window} tokens after a document's start, so here never: the layer is attention "
-            f"without positions, and its state space has a gradient of 0; take a window of less than {tokens} or longer documents"
+            f"without positions, and its state space has a gradient of 0; set a window below {tokens}, or use longer documents"
         )
 
     def check(self, d_model: int) -> None:
@@ -95,7 +107,7 @@ class BMojoConfig(HeadsConfig):
         convs = (split(f"conv_weights.{name}", kv_width, d_conv, init=linear(d_conv), decay=True) for name in self._convs)
         return (
             column("q_proj", d_model, width),
-            # of the tokens, and of the state space's outputs: the fading and the eidetic tokens
+            # applied twice: to the tokens, and to the state space model's outputs
             column("kv_proj", d_model, {"k": kv_width, "v": kv_width}, uses=2),
             *convs,
             output("out_proj", width, d_model),
@@ -137,7 +149,7 @@ class BMojoConfig(HeadsConfig):
         memory = self.n_fading + self.eidetic
         return MixerCosts(
             saved=(
-                # the mixer's input is counted with the state space's
+                # the mixer's input is counted with the state space model's
                 SavedTensor("fading tokens", d_model, "compute", split=False),
                 SavedTensor("q", width, "compute"),
                 *(SavedTensor(f"{name} before the convolution", kv_width, "compute") for name in self._convs),
@@ -153,7 +165,7 @@ class BMojoConfig(HeadsConfig):
                 RecurrenceCosts("innovation", (y,), chunk=0),
                 RecurrenceCosts("eidetic_attention", attention, chunk=min(EIDETIC_BLOCK, self.window), recomputed_on_gpu=True),
             ),
-            # every rank reads the state space's output whole
+            # every rank reads the state space model's whole output
             all_reduces=(AllReduce("kv_proj of fading tokens", d_model, "compute", "backward"),),
             attended=((width, self.window), (width, memory + (self.window if self.fading == "sliding" else 0))),
         )

@@ -1,10 +1,10 @@
-"""What a sub-block costs, by arithmetic and without torch: saved activations, States on the way, collectives, FLOPs.
+"""Costs of a sub-block: saved activations, saved States, collectives, FLOPs. Torch-free.
 
-Parameters and States are declared once (models.settings.declarations). Beside them a settings class writes only what follows from
-the operators that its mixer calls: which tensors autograd saves, and how often a recurrence saves its State. Tests compare these
-figures with what autograd was measured to save, for every kind of mixer.
+Parameters and States are declared once (models.settings.declarations). In addition, a settings class states only what follows from
+the operators that its mixer calls: the tensors that autograd saves, and how often a recurrence saves its State. Tests compare these
+figures with measurements of what autograd saves, for every kind of mixer.
 
-All widths are whole: of all tensor ranks together. "compute" is the type of matmuls and of the activations between them.
+All widths are global, over all tensor ranks. "compute" is training.compute_dtype, the dtype of matmuls and activations.
 """
 
 import math
@@ -15,34 +15,39 @@ from typing import Literal
 from baton.models.settings.declarations import Dtype, ParameterDeclaration, StateDeclaration, prefixed, sub_block_norm
 from baton.models.settings.eager import Eager
 
-# Tokens per chunk of the recurrences' chunked forms, which import torch; tests/launcher/test_plan.py compares them with those.
+# Copies of constants in kernels/, mostly tokens per chunk, because importing them imports torch. tests/launcher/test_plan.py
+# compares them with the originals.
 LINEAR_ATTENTION_CHUNK = 64
 DELTA_RULE_CHUNK = 64
-SCORES_SHARE = 8  # of linear attention's kernels
+SCORES_SHARE = 8  # linear attention saves scores if they are at most 1 / SCORES_SHARE of q, k and v
 LATTICE_SEQUENTIAL_CHUNK, LATTICE_QR_CHUNK = 32, 16
-LATTICE_GPU_CHUNK = 32  # of the kernels on a GPU, which have no thresholds
+LATTICE_GPU_CHUNK = 32  # without sparsity, which the GPU kernels do not support
 WINDOW_BLOCK = 64
 EIDETIC_BLOCK = 128
 SCAN_CHUNKS = (16, 32)
 SCAN_CHUNK_ELEMENTS = 1 << 19
 SCAN_GPU_CHUNK = 16
 
-# Bytes that every tensor of a message is rounded up to.
+# Each tensor of a message is padded to a multiple of this, in bytes.
 MESSAGE_ALIGNMENT = 16
 
-# An exponential runs on units of an eighth of the rate of multiply-adds, each of which counts 2.
+# The special function units compute exponentials at 1/8 of the rate of multiply-adds, which count as 2 FLOPs.
 EXP_FLOPS = 16
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one rank computes in one pass.
+    """What one rank computes in one forward and backward pass.
 
-    batch: sequences. length: tokens of each on this rank. tensor: ranks of the tensor group. compute_bytes: of the compute type, 2
-    or 4. gpu: whether the fused kernels run, which save less. segment: whether the tokens are a segment of a sequence, whose States
-    come from another rank or from the segment before. rerun: whether linear recurrences run again for their gradient, as where
-    context-parallel ranks exchange transitions. sequence_parallel: tensor ranks share the residual stream, each a part of the
-    tokens. selective: whether cheap activations are recomputed.
+    batch: number of sequences.
+    length: tokens per sequence on this rank.
+    tensor: number of tensor ranks.
+    compute_bytes: bytes per element of the compute dtype, 2 or 4.
+    gpu: whether the fused kernels run, which save less.
+    segment: whether the tokens are a part of a sequence whose initial State comes from another rank or from the previous segment.
+    rerun: whether linear recurrences run again in the backward pass, as where context-parallel ranks exchange transitions.
+    sequence_parallel: whether the residual stream is split by tokens over the tensor ranks.
+    selective: whether cheap activations are recomputed (training.recompute=selective).
     """
 
     batch: int
@@ -61,7 +66,7 @@ class Workload:
 
     @property
     def stream_tokens(self) -> int:
-        """Rows of the residual stream on this rank; where ranks do not divide the tokens, padding included."""
+        """Rows of the residual stream on this rank, including padding if the ranks do not divide the tokens."""
         return -(-self.tokens // self.tensor) if self.sequence_parallel else self.tokens
 
     def itemsize(self, dtype: Dtype) -> int:
@@ -71,16 +76,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor that autograd saves from the forward to the backward pass.
+    """A tensor that autograd saves in the forward pass for the backward pass.
 
-    width: elements per token, or in all where per_token is false. split: the width is divided over the tensor group.
-    cast: a copy in the other type, so it exists only where the compute type is not float32.
-    device, ranks: the device, or number of tensor ranks, whose form of the mixer saves it, where they differ.
-    residual_stream: in the residual stream, so this rank's part of it. sequence_parallel: exists only where tensor ranks share the
-    stream, because what is saved otherwise is gathered there.
-    in_recurrence: saved inside a linear recurrence, which a GPU has a fused kernel for and which may run again for its gradient:
-    "graph", by autograd where neither is so; "input", by both of them instead; "kernel", by the fused kernel alone.
-    recomputed: not saved where recomputation is selective, except in a segment.
+    width: elements per token; if per_token is false, elements in total.
+    split: whether the width is divided over the tensor group.
+    cast: a copy in another dtype, which is saved only if the compute dtype is not float32.
+    device: the device on which it is saved; None: both.
+    ranks: whether it is saved with one or with several tensor ranks; None: both.
+    residual_stream: a tensor of the residual stream, which sequence parallelism splits by tokens.
+    sequence_parallel: saved only with sequence parallelism, where the tensor that is saved otherwise is gathered again.
+    in_recurrence: saved inside a linear recurrence. Either autograd records its operators ("graph"), or a fused kernel runs on a
+        GPU or the recurrence runs again in the backward pass, and both of these save only the input ("input"). "kernel": saved
+        only by the fused kernel.
+    recomputed: not saved with selective recomputation, except in a segment.
     """
 
     name: str
@@ -115,7 +123,7 @@ class SavedTensor:
 
 
 def state_bytes(state: StateDeclaration, work: Workload, *, final: bool = False) -> int:
-    """Bytes of one tensor of a State, of a micro-batch on one tensor rank. final: after the rank's tokens."""
+    """Bytes of one tensor of a micro-batch's State on one tensor rank. final: the State after the rank's tokens."""
     shape = (state.shape[0] + work.length, *state.shape[1:]) if state.grows and final else state.shape
     numel = math.prod(shape) // (1 if state.tp is None else work.tensor)
     return work.batch * numel * work.itemsize(state.dtype)
@@ -123,14 +131,17 @@ def state_bytes(state: StateDeclaration, work: Workload, *, final: bool = False)
 
 @dataclass(frozen=True)
 class RecurrenceCosts:
-    """A recurrence in the sub-block: its State, and how often it saves that on the way.
+    """A recurrence of a sub-block: its State, and how often it saves the State.
 
-    chunk: tokens between the States that are saved for backward; 0: none is saved; None: one, the initial State.
-    recomputed_on_gpu: a GPU's kernels save the first State alone and recompute the others. copied: the first saved State is another
-    tensor than the one that arrived. gpu_chunk: the kernels' chunk, where it is another. scan_elements: a diagonal scan's
-    d_inner x d_state, from which its chunk follows. messages: how often the State travels to the next rank of a sequence.
-    transition: of a linear recurrence, the shape of the factor that a span of tokens multiplies each tensor of the State by, split
-    as that tensor is; (): the recurrence is not linear. eager: why a GPU has no kernel for it; None: it has one.
+    chunk: tokens between the States that are saved for the backward pass; 0: no State is saved; None: only the initial State.
+    recomputed_on_gpu: the GPU kernels save only the initial State and recompute the others.
+    copied: the first saved State is a copy of the initial State.
+    gpu_chunk: the GPU kernels' chunk, if it differs.
+    scan_elements: d_inner * d_state of a diagonal scan, from which its chunk follows; 0: not a diagonal scan.
+    messages: number of messages that send the State to the next context rank.
+    transition: for a linear recurrence, the shape of the factor by which a span of tokens multiplies each tensor of the State,
+        split over the tensor group as that tensor is; (): the recurrence is not linear.
+    eager: the cost without a kernel for the GPU; None: there is a kernel.
     """
 
     name: str
@@ -145,10 +156,10 @@ class RecurrenceCosts:
     eager: Eager | None = None
 
     def saved_bytes(self, work: Workload) -> int:
-        """Bytes of the States that are saved on the way."""
+        """Bytes of the States that are saved for the backward pass."""
         state, arrived = sum(state_bytes(s, work) for s in self.state), self.initial_state_bytes(work)
         if work.rerun and self.transition:
-            # the chunks' States come back when the recurrence runs again
+            # the chunks' States are recomputed when the recurrence runs again
             return arrived + sum(state_bytes(s, work) for s in self.factors)
         if not self.chunk or (self.recomputed_on_gpu and work.gpu):
             return arrived or (0 if self.chunk == 0 else state)
@@ -157,17 +168,17 @@ class RecurrenceCosts:
 
     @property
     def factors(self) -> tuple[StateDeclaration, ...]:
-        """The transition of a span, one factor per tensor of the State; () where it is not linear."""
+        """The transition of a span, one factor per tensor of the State; () if the recurrence is not linear."""
         pairs = zip(self.state, self.transition, strict=True) if self.transition else ()
         return tuple(replace(state, shape=shape) for state, shape in pairs)
 
     def initial_state_bytes(self, work: Workload) -> int:
-        """The State that arrives from the rank or the segment before, as often as it travels."""
+        """Bytes of the initial State from the previous rank or segment, for each message."""
         return self.messages * sum(state_bytes(s, work) for s in self.state) if work.segment else 0
 
     def score_bytes(self, work: Workload) -> int:
-        """Scores that full recomputation keeps. A recurrence whose State has no gradient computes scores, one float32 per token;
-        which tokens are chosen depends on their last bit."""
+        """Bytes of scores that are saved even with full recomputation: one float32 per token of a recurrence whose State has no
+        gradient. They are not recomputed because the selection of tokens depends on their last bit."""
         return 0 if not self.state or any(s.grad for s in self.state) else 4 * work.tokens
 
     def tokens_per_chunk(self, work: Workload) -> int:
@@ -179,12 +190,12 @@ class RecurrenceCosts:
         return max((n for n in SCAN_CHUNKS if n * elements <= SCAN_CHUNK_ELEMENTS), default=SCAN_CHUNKS[0])
 
     def message_bytes(self, work: Workload, *, backward: bool) -> int:
-        """Bytes that a rank in the middle of a sequence sends: the State to the next rank, or its gradient to the previous one."""
+        """Bytes that a context rank sends: the State to the next rank or, backward, its gradient to the previous one."""
         return self.messages * _aligned(state_bytes(s, work) for s in self.state if s.grad or not backward)
 
     def transition_bytes(self, work: Workload) -> int:
-        """Bytes that a rank sends, in either direction, where linear recurrences are gathered: its span's transition and the State
-        that the span adds."""
+        """Bytes that a rank sends in either pass where transitions are exchanged: its span's transition, and the State that the
+        span computes from a zero State."""
         return _aligned(state_bytes(s, work) for s in (*self.factors, *self.state))
 
 
@@ -194,10 +205,10 @@ def _aligned(sizes: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """An all-reduce over the tensor group in every micro-batch: `width` elements per token.
+    """An all-reduce of `width` elements per token over the tensor group, once per micro-batch.
 
-    residual: of an addition to the residual stream, or of the gradient of what is read from it. There is none where ranks share the
-    stream: a mixer's input is gathered once, and its output is scattered.
+    residual: of an output that is added to the residual stream, or of the gradient of an input that is read from it. With sequence
+        parallelism an all-gather of the mixer's input and a reduce-scatter of its output replace these.
     """
 
     name: str
@@ -208,7 +219,7 @@ class AllReduce:
 
 
 def all_reduces_of(parameter: ParameterDeclaration) -> tuple[AllReduce, ...]:
-    """The all-reduces of the layer whose weight a parameter is."""
+    """The all-reduces of the layer that a parameter is the weight of."""
     name = parameter.name.removesuffix(".weight")
     match parameter.layer:
         case "column":
@@ -224,12 +235,13 @@ def all_reduces_of(parameter: ParameterDeclaration) -> tuple[AllReduce, ...]:
 
 @dataclass(frozen=True)
 class MixerCosts:
-    """The costs of one sub-block.
+    """Costs of one sub-block.
 
-    all_reduces: in `MixerConfig.activation_costs`, those that do not follow from a declared layer. matrix_flops, vector_flops: of
-    the recurrence, per token and forward pass, on matrix units and elsewhere. attended: (width of all queries, tokens that a query
-    sees at most, or None for all before it) of each softmax attention. masks: a mask over all pairs of a sequence's tokens exists
-    on a CPU while gradients are computed.
+    all_reduces: in `MixerConfig.activation_costs`, only those that do not follow from a declared layer.
+    matrix_flops, vector_flops: FLOPs of the recurrence per token and forward pass, on matrix units and on other units.
+    attended: for each softmax attention the width of all queries and the maximum number of tokens that a query attends to (None:
+        all tokens up to it).
+    masks: whether the CPU implementation holds a mask over all pairs of a sequence's tokens while gradients are computed.
     """
 
     saved: tuple[SavedTensor, ...]
@@ -242,13 +254,13 @@ class MixerCosts:
     parameters: tuple[ParameterDeclaration, ...] = ()
 
     def of(self, parameters: Iterable[ParameterDeclaration]) -> "MixerCosts":
-        """The same with parameters and the all-reduces of their layers."""
+        """A copy with parameters and the all-reduces of their layers."""
         parameters = tuple(parameters)
         derived = tuple(x for parameter in parameters for x in all_reduces_of(parameter))
         return replace(self, parameters=parameters, all_reduces=(*derived, *self.all_reduces))
 
     def plus_nested(self, name: str, nested: "MixerCosts") -> "MixerCosts":
-        """The same with a nested mixer's costs; its parameters are left to `of`."""
+        """A copy with a nested mixer's costs added. Its parameters are added by `of`."""
         return replace(
             self,
             saved=(*nested.saved, *self.saved),
@@ -265,31 +277,31 @@ class MixerCosts:
         return tuple(state for recurrence in self.recurrences for state in recurrence.state)
 
     def saved_bytes(self, work: Workload) -> int:
-        """What autograd saves of a micro-batch, parameters and their copies in the compute type not counted."""
+        """Bytes that autograd saves for a micro-batch, without parameters and their copies in the compute dtype."""
         return sum(saved.nbytes(work) for saved in self.saved) + sum(r.saved_bytes(work) for r in self.recurrences)
 
     def final_state_bytes(self, work: Workload) -> int:
-        """The State after this rank's tokens."""
+        """Bytes of the State after this rank's tokens."""
         return sum(state_bytes(state, work, final=True) for state in self.state)
 
     def initial_state_bytes(self, work: Workload) -> int:
-        """The State that arrives from the rank or the segment before."""
+        """Bytes of the initial State from the previous rank or segment."""
         return sum(r.initial_state_bytes(work) for r in self.recurrences)
 
     def score_bytes(self, work: Workload) -> int:
-        """What full recomputation keeps of a first forward pass."""
+        """Bytes that full recomputation saves besides the sub-block's input."""
         return sum(r.score_bytes(work) for r in self.recurrences)
 
     def message_bytes(self, work: Workload) -> int:
-        """The final State in one message of all recurrences."""
+        """Bytes of the final State of all recurrences in one message."""
         return _aligned(state_bytes(state, work) for state in self.state)
 
     def mask_bytes(self, work: Workload) -> int:
-        """A bool and an element of the compute type for each pair of tokens in causal order."""
+        """Bytes of attention masks: a bool and an element of the compute dtype for each causal pair of tokens."""
         return work.batch * work.length * (work.length + 1) // 2 * (1 + work.compute_bytes) if self.masks and not work.gpu else 0
 
     def recurrence_flops(self, sequence_length: int) -> tuple[float, float]:
-        """FLOPs per token and forward pass, on matrix units and elsewhere; a sequence is taken for one document."""
+        """FLOPs per token and forward pass, on matrix units and on other units, where each sequence is one document."""
         pairs = 0.0
         for width, window in self.attended:
             if window is None or window >= sequence_length:
@@ -300,8 +312,8 @@ class MixerCosts:
         return self.matrix_flops + pairs, float(self.vector_flops)
 
     def behind_norm(self, d_model: int) -> "MixerCosts":
-        """With the sub-block's norm: x + mixer(norm(x)). A GPU's norm saves its result alone, which is the mixer's input, unless
-        that is gathered."""
+        """A copy that includes the norm of the sub-block x + mixer(norm(x)). The norm's GPU kernel saves only its output. That is
+        the mixer's input and already counted, except with sequence parallelism, where the mixer's input is the gathered output."""
         return replace(
             self,
             parameters=(sub_block_norm(d_model), *prefixed("mixer", self.parameters)),
@@ -318,13 +330,13 @@ class MixerCosts:
 
 
 def saved_by_norm(name: str, width: int, *, rows: int) -> tuple[SavedTensor, ...]:
-    """What RMSNorm over width / rows saves: its input, in float32 or on a GPU as it came, a scale per row, and on a CPU also the
-    normalised input."""
+    """Saved tensors of RMSNorm over rows of width / rows elements: its input, a scale per row and, on a CPU, the normalized input.
+    A CPU saves the input in float32, a GPU in the input's dtype."""
     return (*saved_by_unit(name, width, rows=rows), SavedTensor(f"{name} normalised", width, "float32", device="cpu"))
 
 
 def saved_by_unit(name: str, width: int, *, rows: int) -> tuple[SavedTensor, ...]:
-    """What models.norm.unit saves, which has no learned weight and so no use for the normalised input."""
+    """Saved tensors of models.norm.unit. It has no weight, so its gradient does not need the normalized input."""
     return (
         SavedTensor(f"{name} input", width, "float32", device="cpu"),
         SavedTensor(f"{name} input", width, "compute", device="gpu"),
@@ -333,7 +345,8 @@ def saved_by_unit(name: str, width: int, *, rows: int) -> tuple[SavedTensor, ...
 
 
 def saved_by_split_norm(name: str, width: int) -> tuple[SavedTensor, ...]:
-    """What models.norm.SplitRMSNorm saves: over several ranks it is written out, so it saves the normalised input on any device."""
+    """Saved tensors of models.norm.SplitRMSNorm. Over several ranks it consists of PyTorch operators on every device, so that the
+    normalized input is saved on a GPU too."""
     return (
         *(replace(saved, ranks="one") for saved in saved_by_norm(name, width, rows=1)),
         SavedTensor(f"{name} input", width, "float32", ranks="several"),
@@ -343,8 +356,8 @@ def saved_by_split_norm(name: str, width: int) -> tuple[SavedTensor, ...]:
 
 
 def saved_by_gate(name: str, width: int) -> tuple[SavedTensor, ...]:
-    """What a gate's activation saves on a CPU: the projected gate in float32 and the result, a factor of the other one's gradient.
-    A GPU's kernel recomputes both."""
+    """Saved tensors of y * activation(gate) on a CPU: the gate in float32, and activation(gate) for the gradient of y. The GPU
+    kernel recomputes both."""
     return (
         SavedTensor(f"{name} input", width, "float32", cast=True, device="cpu"),
         SavedTensor(f"{name} activated", width, "float32", device="cpu"),
@@ -352,8 +365,8 @@ def saved_by_gate(name: str, width: int) -> tuple[SavedTensor, ...]:
 
 
 def saved_by_log_sigmoid(name: str, width: int, *, view: bool = True) -> tuple[SavedTensor, ...]:
-    """What logsigmoid saves: its float32 input (view: of a projection, then a copy where that is not float32), and on a CPU the
-    exponential."""
+    """Saved tensors of logsigmoid: its float32 input and, on a CPU, the exponential. view: the input is a view of a projection,
+    so it is a copy only if the projection is not float32."""
     return (
         SavedTensor(f"{name} input", width, "float32", cast=view),
         SavedTensor(f"{name} exponential", width, "float32", device="cpu"),
@@ -361,15 +374,15 @@ def saved_by_log_sigmoid(name: str, width: int, *, view: bool = True) -> tuple[S
 
 
 def saved_scores(heads: int, *widths: int) -> tuple[SavedTensor, ...]:
-    """What linear attention's kernels save of scores between a chunk's tokens: all, where they are few compared with q, k and v.
-    widths: of those."""
+    """Scores between a chunk's tokens, which linear attention's kernels save if they are small compared with q, k and v, of the
+    given widths."""
     few = SCORES_SHARE * heads * LINEAR_ATTENTION_CHUNK <= sum(widths)
     scores = SavedTensor("scores in chunks", heads * LINEAR_ATTENTION_CHUNK, "compute", in_recurrence="kernel")
     return (scores,) if few else ()
 
 
 def linear_attention_costs(S: StateDeclaration, *, per_key: bool) -> RecurrenceCosts:
-    """Linear attention with the state S [heads, d_key, d_value]. per_key: it decays by key channel; else by head."""
+    """Costs of linear attention with the state S [heads, d_key, d_value]. per_key: the decay is per key channel, else per head."""
     heads, d_key, _ = S.shape
     return RecurrenceCosts(
         "gated_linear_attention",
@@ -381,5 +394,5 @@ def linear_attention_costs(S: StateDeclaration, *, per_key: bool) -> RecurrenceC
 
 
 def linear_attention_flops(heads: int, d_key: int, d_value: int) -> int:
-    """Of the chunked form, per token: scores and values within the chunk, the state read and written."""
+    """FLOPs of the chunked form per token: scores and outputs within the chunk, reading and updating the state."""
     return heads * (2 * LINEAR_ATTENTION_CHUNK * (d_key + d_value) + 4 * d_key * d_value)

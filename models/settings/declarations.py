@@ -1,10 +1,10 @@
-"""Declarations of parameters and States: the one place where their shapes, splits, initial values and decay are written.
+"""Declarations of parameters and States: shapes, tensor-parallel splits, initial values, weight decay.
 
-A settings class declares them as plain data. From the declarations models.build_parameters makes the modules with their layouts
-(which checkpoints, the optimizer and gathering read), `Mixer.state_specs` the States that are carried, and the cost model what
-`baton plan` counts, on machines without torch.
+A settings class declares each parameter and each tensor of the State once, as plain data. `models.build_parameters` creates the
+modules and their layouts from the declarations (checkpoints, the optimizer and gathering read the layouts), `Mixer.state_specs` the
+specification of the State, and the cost model the figures of `baton plan`, which does not need torch.
 
-All shapes are whole: of all tensor ranks together.
+All shapes are global shapes, over all tensor ranks.
 """
 
 import math
@@ -15,32 +15,39 @@ from typing import Literal, TypeVar
 from baton.models.initializers import Constant, Initializer, Projection
 
 Dtype = Literal["compute", "float32", "int64", "bool"]
-"""compute: the type of matmuls and of the activations between them."""
+"""compute: training.compute_dtype, the dtype of matmuls and activations."""
 
 Layer = Literal[
     "column", "low_rank_column", "row", "output", "replicated", "rms_norm", "head_norm", "split_norm", "embedding", "head"
 ]
 """The module that a parameter is the weight of.
 
-column: a projection of the mixer's input whose outputs are split over the tensor group. low_rank_column: the same of an input whose
-gradient is summed over the group elsewhere. row: a projection from split features whose result is summed over the group. output:
-the same, added to the residual stream. replicated: a projection of the mixer's input that every rank computes whole. rms_norm: over
-d_model. head_norm: over each head, one weight for all heads. split_norm: over features that are split over the tensor group.
-embedding, head: the model's own, with their rows split over the tensor group.
+- column: a projection of the mixer's input whose output features are split over the tensor group.
+- low_rank_column: a column projection of an input whose gradient is all-reduced elsewhere.
+- row: a projection of split features whose result is all-reduced over the group.
+- output: a row projection whose result is added to the residual stream.
+- replicated: a projection of the mixer's input that every rank computes completely.
+- rms_norm: RMSNorm over d_model.
+- head_norm: RMSNorm over each head, with one weight for all heads.
+- split_norm: RMSNorm over features that are split over the tensor group.
+- embedding, head: the model's, with rows split over the tensor group.
 """
 
 
 @dataclass(frozen=True)
 class ParameterDeclaration:
-    """One parameter, by the name that the mixer gives it.
+    """One parameter of a mixer or of the model.
 
-    split: the dimension that is split over the tensor group; None: every rank has all of it.
-    fused_splits: names and rows of the projections that are fused along dimension 0; each is split over the group on its own.
+    name: relative to the mixer.
+    shape: global shape.
+    init: initial values.
+    split: dimension that is split over the tensor group; None: replicated.
+    fused_splits: names and rows of the projections that are fused along dimension 0; each of them is split over the group.
     decay: whether weight decay applies.
-    uses: how often a token is multiplied with it; 0: no matmul reads it, so it has no copy in the compute type.
-    partial: every tensor rank has a part of its gradient, and the parts are summed once per step. Where ranks share the residual
-        stream, this holds for every parameter that is not split.
-    layer: the module whose weight it is; None: a parameter of the mixer itself, which stays float32 in the computation.
+    uses: matmuls with it per token; 0: none, so it has no copy in the compute dtype.
+    partial: each tensor rank computes a part of the gradient, and the parts are summed once per step. With sequence parallelism
+        this holds for every parameter that is not split.
+    layer: the module whose weight it is; None: a parameter of the mixer itself, which is used in float32.
     """
 
     name: str
@@ -62,7 +69,7 @@ class ParameterDeclaration:
         return self.numel if self.split is None else self.numel // tensor_size
 
     def nested(self) -> "ParameterDeclaration":
-        """The declaration in a mixer that is a part of another, which reads its output whole on every rank."""
+        """The declaration in a nested mixer, whose output goes to the outer mixer and not to the residual stream."""
         if self.layer != "output":
             return self
         return replace(self, layer="row", init=Projection(self.shape[1]))
@@ -72,8 +79,12 @@ class ParameterDeclaration:
 class StateDeclaration:
     """One tensor of a State, per sequence.
 
-    tp: the dimension split over the tensor group; None: replicated. grad: whether a gradient comes back for it. grows: dimension 0
-    is as long as the document. float32 means the parameters' type, which tests make float64.
+    name: relative to the mixer.
+    shape: global shape without the batch dimension.
+    dtype: float32 means the dtype of the parameters, which is float64 in some tests.
+    tp: dimension that is split over the tensor group; None: replicated.
+    grad: whether it has a gradient.
+    grows: dimension 0 grows with the document.
     """
 
     name: str
@@ -105,22 +116,22 @@ def column(
 
 
 def low_rank_column(name: str, rank: int, features: int, init: Initializer) -> ParameterDeclaration:
-    """A projection from a low-rank code that every rank has, whose gradient the code's own consumer sums."""
+    """A projection of a low-rank input that every rank has. The layer that computes the input all-reduces its gradient."""
     return replace(column(name, rank, features, init=init), layer="low_rank_column")
 
 
 def row(name: str, features: int, d_out: int, init: Initializer) -> ParameterDeclaration:
-    """A projection from split features, summed over the tensor group on every rank."""
+    """A projection of split features whose result is all-reduced over the tensor group."""
     return ParameterDeclaration(f"{name}.weight", (d_out, features), init, split=1, uses=1, layer="row")
 
 
 def output(name: str, features: int, d_model: int) -> ParameterDeclaration:
-    """The projection from split features to the residual stream."""
+    """The projection of split features to the residual stream."""
     return replace(row(name, features, d_model, Projection(features, residual=True)), layer="output")
 
 
 def replicated(name: str, d_model: int, features: int) -> ParameterDeclaration:
-    """A projection of the mixer's input that every rank computes whole: too narrow to split, or shared by all heads."""
+    """A projection of the mixer's input that every rank computes, because it is too narrow to split or shared by all heads."""
     return ParameterDeclaration(f"{name}.weight", (features, d_model), Projection(d_model), uses=1, layer="replicated")
 
 
@@ -135,12 +146,12 @@ def rms_norm(name: str, d_model: int) -> ParameterDeclaration:
 
 
 def sub_block_norm(d_model: int) -> ParameterDeclaration:
-    """The norm in front of each mixer."""
+    """The RMSNorm before each mixer."""
     return rms_norm("norm", d_model)
 
 
 def head_norm(name: str, head_dim: int) -> ParameterDeclaration:
-    """RMSNorm of each head with one weight for all heads. Each rank applies it to its own heads and has a part of its gradient."""
+    """RMSNorm over each head with one weight for all heads. Each rank applies it to its heads and has a part of its gradient."""
     return ParameterDeclaration(f"{name}.weight", (head_dim,), Constant(1.0), decay=False, partial=True, layer="head_norm")
 
 

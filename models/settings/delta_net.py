@@ -14,6 +14,6 @@ class DeltaNetConfig(DeltaRuleConfig):
     default_keys: ClassVar[Fraction] = Fraction(1)
 
     kind: Literal["delta_net"] = "delta_net"
-    heads: int | None = Field(None, ge=1, description="heads of keys and values; null: d_model / d_key, as in the paper")
+    heads: int | None = Field(None, ge=1, description="number of heads; null: d_model / d_key, as in the paper")
     d_key: int = Field(128, ge=1, description="width of a head's queries and keys; 128 in the released 1.3B model")
     d_value: int = Field(128, ge=1, description="width of a head's values; 128 in the released 1.3B model")

@@ -27,24 +27,26 @@ from baton.models.settings.declarations import (
 
 
 class DeltaRuleConfig(MixerConfig):
-    """The shared block: projections, short convolutions, normalised keys, the delta rule, a norm per head, projection."""
+    """The block of DeltaNet and Gated DeltaNet: projections, short convolutions, normalized keys, the delta rule, a norm per head,
+    projection."""
 
     default_keys: ClassVar[Fraction]
-    """All heads' d_key together, over d_model, where heads is not given."""
+    """heads * d_key / d_model, which gives the number of heads where it is not set."""
 
-    heads: int | None = Field(None, ge=1, description="heads of keys and values")
+    heads: int | None = Field(None, ge=1, description="number of heads")
     d_key: int = Field(ge=1, description="width of a head's queries and keys")
     d_value: int = Field(ge=1, description="width of a head's values")
-    d_conv: int = Field(4, ge=2, description="tokens that the causal convolutions of q, k and v see; 4 in both papers")
+    d_conv: int = Field(4, ge=2, description="width of the causal convolutions of q, k and v, in tokens; 4 in both papers")
     beta_max: float = Field(
         1.0,
         gt=0,
         le=2,
-        description="largest writing strength; 1 in both papers, above 1 transitions have negative eigenvalues (Grazzi et al.)",
+        description="upper bound of the writing strength beta; 1 in both papers. Above 1, transitions have negative eigenvalues "
+        "(Grazzi et al.)",
     )
 
     def head_count(self, d_model: int) -> int:
-        """The number of heads. Raises ValueError where d_model leaves it open."""
+        """The number of heads. Raises ValueError if it is not set and does not follow from d_model."""
         heads = self.default_keys * d_model / self.d_key
         if self.heads is None and heads.denominator != 1:
             raise ValueError(f"{self.default_keys} d_model / d_key is {heads}, not a number of heads; set heads or another d_key")
@@ -52,8 +54,11 @@ class DeltaRuleConfig(MixerConfig):
 
     @property
     def key_dtype(self) -> Dtype:
-        """Of keys of length 1: rounded to bfloat16 one may be longer than 1 by 2^-8, and the state grows where beta |k|^2 is above
-        2; with such strengths they are float32, and so are all products with them."""
+        """Dtype of the normalized keys.
+
+        The state grows without bound where beta |k|^2 exceeds 2. A key of norm 1 that is rounded to bfloat16 may have norm
+        1 + 2^-8, so keys are float32, as are the products with them, if beta_max (1 + 2^-8)^2 > 2.
+        """
         return "compute" if self.beta_max * (1 + 2**-8) ** 2 <= 2 else "float32"
 
     def sizes(self, d_model: int) -> dict[str, int]:
@@ -68,7 +73,7 @@ class DeltaRuleConfig(MixerConfig):
 
     @property
     def gates(self) -> dict[str, int]:
-        """Rows per head of further projections that are fused with those of q, k, v and beta, by name."""
+        """Rows per head of the additional projections that are fused with those of q, k, v and beta, by name."""
         return {}
 
     def _widths(self, d_model: int) -> dict[str, int]:
@@ -90,7 +95,7 @@ class DeltaRuleConfig(MixerConfig):
         )
 
     def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
-        # a tail of each: one that held all three would not split by heads
+        # one tail for each of q, k and v: a tail of all three together could not be split by heads
         convs = (
             StateDeclaration(f"conv_{name}", (self.d_conv - 1, width), "compute", tp=1)
             for name, width in self._widths(d_model).items()
@@ -105,9 +110,9 @@ class DeltaRuleConfig(MixerConfig):
             SavedTensor("in_proj input", d_model, "compute", split=False),
             SavedTensor("in_proj output", 2 * keys + values + heads * (1 + sum(self.gates.values())), "compute"),
             SavedTensor("convolved v", values, "compute"),
-            # a sigmoid and the factor's other side
+            # the sigmoid, and the factor that beta is multiplied with
             SavedTensor("beta", 2 * heads, "float32"),
-            # as two bfloat16 numbers where products are in that type
+            # stored as two bfloat16 numbers where products are computed in bfloat16
             SavedTensor("chunks' triangular inverses", heads * chunk, "float32", in_recurrence="kernel"),
             *saved_by_norm("norm", values, rows=heads),
             SavedTensor("out_proj input", values, "compute"),
@@ -126,11 +131,11 @@ class DeltaRuleConfig(MixerConfig):
                     transition=((heads, self.d_key, self.d_key),),
                 ),
             ),
-            # two products of keys, the triangular solve and what is read with it; the state is read twice and written once
+            # within a chunk: two products of keys, the triangular solve, the output; the state is read twice and written once
             matrix_flops=heads * (2 * chunk * (3 * self.d_key + 2 * self.d_value) + 6 * self.d_key * self.d_value),
         )
 
     @classmethod
     def small(cls) -> "DeltaRuleConfig":
-        # products of narrower queries and keys come so near 0 that the norm behind them shows float32's rounding in the gradients
+        # with narrower queries and keys some dot products are near 0, and the norm that follows amplifies float32 rounding errors
         return cls(heads=4, d_key=33, d_value=5)  # type: ignore[call-arg]

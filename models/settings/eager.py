@@ -1,23 +1,25 @@
-"""The cost of recurrences that a GPU computes with PyTorch's operators, because no kernel supports their settings. Torch-free.
+"""Costs of recurrences that run as PyTorch operators on a GPU because no kernel supports their settings. Torch-free.
 
-`baton plan` and the first lines of `baton train` report it. `Recurrence.no_kernel` gives the reason too; tests compare the two and
-count the operators.
+`baton plan` and the first lines of `baton train` report them. `Recurrence.no_kernel` gives the reason as well; tests compare the
+two and count the operators.
 """
 
 from dataclasses import dataclass
 
 LAUNCH_SECONDS = 8e-6
-"""Seconds that Python and PyTorch need from one operator's launch to the next: an assumption, hosts differ."""
+"""Assumed seconds from one operator's launch in Python and PyTorch to the next; hosts differ."""
 
 FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Eager:
-    """The cost of one recurrence.
+    """Cost of one recurrence without a kernel.
 
-    why: the reason, as in `no_kernel`. instead: settings that have a kernel. launches: operators per token, forward and backward,
-    for any batch. moved: float32 elements that they read and write per token of one sequence, of all tensor ranks together.
+    why: the reason, as in `no_kernel`.
+    instead: settings that have a kernel.
+    launches: operators per token in the forward and the backward pass, for any batch size.
+    moved: float32 elements read and written per token of one sequence, over all tensor ranks, in the forward and the backward pass.
     """
 
     why: str

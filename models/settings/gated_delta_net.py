@@ -13,7 +13,7 @@ from baton.models.settings.delta_rule import DeltaRuleConfig
 
 
 class GatedDeltaNetConfig(DeltaRuleConfig):
-    """The delta rule with a decay per head and a gated output (Yang, Kautz & Hatamizadeh, "Gated Delta Networks")."""
+    """The delta rule with a decay per head and a gated output (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks")."""
 
     default_keys: ClassVar[Fraction] = Fraction(3, 4)
 
@@ -21,17 +21,21 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
     heads: int | None = Field(
         None,
         ge=1,
-        description="heads of keys and values; null: 3/4 d_model / d_key, which makes 6 d_model^2 parameters as released",
+        description="number of heads; null: 3/4 d_model / d_key, which gives 6 d_model^2 parameters, as in the released models",
     )
     d_key: int = Field(256, ge=1, description="width of a head's queries and keys; 256 as released")
     d_value: int = Field(512, ge=1, description="width of a head's values; twice d_key as released")
     A_init_min: float = Field(
-        1.0, gt=0, description="smallest initial exp(A_log) (uniform between A_init_min and A_init_max), as Mamba-2's"
+        1.0,
+        gt=0,
+        description="lower bound of the initial exp(A_log), which is uniform between A_init_min and A_init_max, as in Mamba-2",
     )
-    A_init_max: float = Field(16.0, gt=0, description="largest initial exp(A_log)")
-    dt_min: float = Field(1e-3, gt=0, description="smallest initial softplus(dt_bias) (log-uniform between dt_min and dt_max)")
-    dt_max: float = Field(1e-1, gt=0, description="largest initial softplus(dt_bias)")
-    dt_floor: float = Field(1e-4, gt=0, description="initial softplus(dt_bias) are raised to this at least")
+    A_init_max: float = Field(16.0, gt=0, description="upper bound of the initial exp(A_log)")
+    dt_min: float = Field(
+        1e-3, gt=0, description="lower bound of the initial softplus(dt_bias), which is log-uniform between dt_min and dt_max"
+    )
+    dt_max: float = Field(1e-1, gt=0, description="upper bound of the initial softplus(dt_bias)")
+    dt_floor: float = Field(1e-4, gt=0, description="smaller initial values of softplus(dt_bias) are raised to this")
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "GatedDeltaNetConfig":
@@ -56,7 +60,7 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
     def activation_costs(self, d_model: int) -> MixerCosts:
         heads, costs = self.head_count(d_model), super().activation_costs(d_model)
         saved = (
-            # softplus's input and result, and the decay
+            # softplus's input and output, and the decay
             SavedTensor("decays", 3 * heads, "float32"),
             SavedTensor("normalised output", heads * self.d_value, "float32"),
             *saved_by_gate("gate", heads * self.d_value),

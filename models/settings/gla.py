@@ -28,16 +28,21 @@ from baton.models.settings.linear_attention import FeatureMap, HeadSizes, Linear
 
 
 class GLAConfig(LinearAttentionConfig):
-    """Linear attention whose state decays by key channel (Yang et al., "Gated Linear Attention Transformers")."""
+    """Linear attention with a decay per key channel (Yang et al. 2023, "Gated Linear Attention Transformers")."""
 
     kind: Literal["gla"] = "gla"
-    heads: int = Field(4, ge=1, description="heads of queries, keys and values; 4 in every model of the paper")
+    heads: int = Field(4, ge=1, description="number of heads; 4 in every model of the paper")
     d_key: int | None = Field(None, ge=1, description="width of a head's queries and keys; null: d_model / (2 heads)")
     d_value: int | None = Field(None, ge=1, description="width of a head's values; null: d_model / heads")
-    feature_map: FeatureMap = Field("identity", description="of queries and keys; the paper's models have none. elu is elu + 1")
-    gate_low_rank_dim: int = Field(16, ge=1, description="rank of the decays' projection; 16 in the paper")
+    feature_map: FeatureMap = Field(
+        "identity", description="feature map of queries and keys; identity in the paper's models. elu is elu(x) + 1"
+    )
+    gate_low_rank_dim: int = Field(16, ge=1, description="rank of the decay's low-rank projection; 16 in the paper")
     gate_logit_normalizer: float = Field(
-        16.0, gt=0, description="the decay is sigmoid^(1 / gate_logit_normalizer): more begins with a longer memory; the paper's 16"
+        16.0,
+        gt=0,
+        description="the decay is sigmoid(x)^(1 / gate_logit_normalizer); a larger value gives a longer memory at initialization. "
+        "The paper's 16",
     )
 
     def head_sizes(self, d_model: int) -> HeadSizes:
@@ -80,5 +85,6 @@ class GLAConfig(LinearAttentionConfig):
 
     @classmethod
     def small(cls) -> "GLAConfig":
-        # a first token's output is (q . k) v; were q . k near 0, the norm behind it would make float32's rounding visible
+        # elu + 1 keeps q . k positive: the first token's output is (q . k) v, and where q . k is near 0 the norm that follows would
+        # amplify float32 rounding errors
         return cls(heads=4, d_key=7, d_value=5, feature_map="elu", gate_low_rank_dim=3)

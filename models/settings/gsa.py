@@ -18,16 +18,19 @@ from baton.models.settings.declarations import ParameterDeclaration, StateDeclar
 
 
 class GSAConfig(HeadsConfig):
-    """Attention over a few slots that are written by gated averages (Zhang et al., "Gated Slot Attention")."""
+    """Attention over a fixed number of slots that are updated with gates (Zhang et al. 2024, "Gated Slot Attention")."""
 
     kind: Literal["gsa"] = "gsa"
     head_dim: int = Field(512, ge=1, description="width of a head; 512 in the paper's 1.3B and 2.7B models")
-    slots: int = Field(64, ge=1, description="slots of keys and values per head; 64 in the paper")
+    slots: int = Field(64, ge=1, description="number of slots per key head; 64 in the paper")
     gate_logit_normalizer: float = Field(
-        8.0, gt=0, description="a slot keeps sigmoid^(1 / gate_logit_normalizer): more begins with a longer memory; the paper's 8"
+        8.0,
+        gt=0,
+        description="a slot's forget gate is sigmoid(x)^(1 / gate_logit_normalizer); a larger value gives a longer memory at "
+        "initialization. The paper's 8",
     )
     slot_activation: Literal["softmax", "identity", "silu", "relu", "relu2"] = Field(
-        "softmax", description="what makes weights of slots out of scores; the others are the paper's ablations"
+        "softmax", description="activation that turns scores into weights of slots; all but softmax are the paper's ablations"
     )
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
@@ -55,14 +58,14 @@ class GSAConfig(HeadsConfig):
             saved=(
                 SavedTensor("in_proj input", d_model, "compute", split=False),
                 SavedTensor("q, k, v and alpha", qkv + gates, "compute"),
-                # a CPU recomputes these chunk by chunk
+                # the CPU implementation recomputes these chunk by chunk
                 SavedTensor("activated q, k and v", qkv, "compute", device="gpu", in_recurrence="kernel", recomputed=True),
                 SavedTensor("gates", gates, "float32", in_recurrence="kernel"),
                 SavedTensor("scores of slots", heads * slots, "float32", in_recurrence="kernel"),
                 *saved_scores(heads, width, kv_width, gates),
                 *saved_scores(heads, heads * slots, gates, kv_width),
                 SavedTensor("output", width, "compute"),
-                # on one rank a GPU's norm reads the output itself and is recomputed
+                # on one rank the GPU kernel of the norm reads the output itself, and the norm is recomputed
                 *(s for s in saved_by_split_norm("norm", width) if not (s.device == "gpu" and s.width == width)),
                 SavedTensor("out_proj input", width, "compute", device="gpu", ranks="one", recomputed=True),
                 SavedTensor("out_proj input", width, "compute", device="gpu", ranks="several"),

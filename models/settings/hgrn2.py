@@ -18,18 +18,18 @@ from baton.models.settings.linear_attention import HeadSizes, LinearAttentionCon
 
 
 class HGRN2Config(LinearAttentionConfig):
-    """A gated recurrent network with outer-product states (Qin et al., "HGRN2: Gated Linear RNNs with State Expansion")."""
+    """A gated linear RNN with outer-product states (Qin et al. 2024, "HGRN2: Gated Linear RNNs with State Expansion")."""
 
     kind: Literal["hgrn2"] = "hgrn2"
-    heads: int | None = Field(None, ge=1, description="heads; null: d_model / d_key")
-    d_key: int = Field(128, ge=1, description="forget gates of a head, the paper's expansion ratio; 128 in its language models")
-    d_value: int | None = Field(None, ge=1, description="width of a head's inputs; null: d_model / heads")
+    heads: int | None = Field(None, ge=1, description="number of heads; null: d_model / d_key")
+    d_key: int = Field(128, ge=1, description="forget gates per head, the paper's expansion ratio; 128 in its language models")
+    d_value: int | None = Field(None, ge=1, description="width of a head's input; null: d_model / heads")
     lower_bound: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="the least that a forget gate keeps. The paper learns it, rising from 0 with depth: give deeper layers of the "
-        "pattern a name of their own, with a larger one",
+        description="lower bound of the forget gate. The paper learns bounds that increase with depth from 0; here, give deeper "
+        "layers of the pattern a name of their own with a larger bound",
     )
 
     def head_sizes(self, d_model: int) -> HeadSizes:
@@ -47,7 +47,7 @@ class HGRN2Config(LinearAttentionConfig):
     def activation_costs(self, d_model: int) -> MixerCosts:
         heads, d_key, d_value = self.head_sizes(d_model)
         keys, values = heads * d_key, heads * d_value
-        # the logarithm is of the forget gate itself where it has a lower bound
+        # with a lower bound, the logarithm of the gate itself is computed instead of a log-sigmoid
         logarithm = (SavedTensor("-k", keys, "float32"),) if self.lower_bound else saved_by_log_sigmoid("f", keys)
         return MixerCosts(
             saved=(

@@ -29,66 +29,80 @@ from baton.models.settings.eager import Eager
 
 
 class LatticeConfig(MixerConfig):
-    """Slots that change only across what they hold (Karami & Mirrokni, "Lattice: Learning to Efficiently Compress the Memory").
+    """Memory slots that are updated only in directions orthogonal to themselves (Karami & Mirrokni 2025, "Lattice: Learning to
+    Efficiently Compress the Memory").
 
-    The paper gives the recurrence's equations and few words on the block: one projection for q and k with a causal convolution
-    each, and a GELU gate behind the recurrence. The widths of heads and convolutions and the norm are open there and settings here,
-    with defaults near TTT's public code, whose data and batch sizes the paper uses. That code differs: its convolutions have a
-    bias, its norm is a LayerNorm, its gate is the tanh form of GELU, q and k have rotary positions, and its target is v - k.
-    unit_keys and value_scale are our own.
+    The paper gives the recurrence's equations, and of the block only a shared projection of q and k with a causal convolution each
+    and a GELU gate after the recurrence. It does not give the widths of heads and convolutions or the norm. They are settings here,
+    with defaults close to TTT's public code, whose data and batch sizes the paper uses. TTT's code differs in these points: its
+    convolutions have a bias, its norm is LayerNorm, its gate is the tanh approximation of GELU, q and k have rotary positions, and
+    the target is v - k. unit_keys and value_scale are not in the paper.
     """
 
     kind: Literal["lattice"] = "lattice"
     variant: Literal["dec", "enc", "sim"] = Field(
         "dec",
-        description="what a token's step improves: decoding the value, encoding it, or their similarity; dec is the paper's best "
-        "or tied in most cells, slots of enc and sim do not depend on each other",
+        description="objective of a token's update: decoding the value (dec), encoding it (enc), or their similarity (sim). dec is "
+        "best or tied for best in most of the paper's results; in enc and sim, slots do not depend on each other",
     )
     project: bool = Field(
-        True, description="slots are put back on the unit sphere after each step; false is the paper's OSR (table 4)"
+        True, description="normalize slots to the unit sphere after each update; false is the paper's OSR (table 4)"
     )
-    heads: int | None = Field(None, ge=1, description="heads; null: d_model / head_dim")
+    heads: int | None = Field(None, ge=1, description="number of heads; null: d_model / head_dim")
     head_dim: int = Field(
-        64, ge=1, description="width of a head's values and of its slots; the paper gives none, 64 makes the sizes that it names"
+        64,
+        ge=1,
+        description="width of a head's values and slots; not given in the paper, 64 gives the model sizes that it names",
     )
     slots: int = Field(
-        64, ge=1, description="slots of a head, at most head_dim; the paper gives none, 64 makes the sizes that it names"
+        64,
+        ge=1,
+        description="number of slots per head, at most head_dim; not given in the paper, 64 gives the model sizes that it names",
     )
     initial_slots: Literal["fixed", "learned"] = Field(
         "fixed",
-        description="what a document begins with, orthonormal as in the paper: the first unit vectors (which the projections are "
-        "free to turn), or parameters that begin orthonormal at random",
+        description="slots at the start of a document, orthonormal as in the paper. fixed: the first unit vectors (the projections "
+        "can learn any rotation of them); learned: parameters with random orthonormal initial values",
     )
     step_max: float = Field(
         1.0,
         gt=0,
-        description="step sizes are this times a sigmoid; with unit keys a slot turns by about step / sqrt(slots). The paper's "
-        "equations for dec and enc leave out a factor of 2 of the gradient (sim has none): 2 gives their steps that range",
+        description="maximum step size: step sizes are step_max times a sigmoid. With unit keys, a slot rotates by about "
+        "step / sqrt(slots). The paper's equations for dec and enc omit a factor of 2 of the gradient (that of sim has none); "
+        "step_max=2 includes it",
     )
-    step_bias: float = Field(0.0, description="initial bias in that sigmoid; 0 begins with turns of 0.03 to 0.06 at 64 slots")
+    step_bias: float = Field(
+        0.0, description="initial bias of that sigmoid; 0 gives initial rotations of 0.03 to 0.06 with 64 slots"
+    )
     forget: bool = Field(
         False,
-        description="a forget gate per head and token (equation 16). The paper's final model has it, and so have the models "
-        "lattice-110m and lattice-340m. The default is false: with projection a gate mu is the same as a step 1 / mu times as "
-        "large, and the paper's perplexity is 10.94 with and without it (table 4)",
+        description="add a forget gate per head and token (equation 16). The paper's final model has one, and so do the models "
+        "lattice-110m and lattice-340m. The default is false because, with projection, a gate mu is equivalent to a step size "
+        "divided by mu, and the paper's perplexity is 10.94 with and without it (table 4)",
     )
-    forget_bias: float = Field(4.0, description="initial bias in the forget gate's sigmoid; 4 begins with 0.98")
-    sparsity: float = Field(0.0, ge=0, description="weight of the slots' L1 norm: thresholds are this times the step; 0: none")
-    d_conv: int = Field(4, ge=2, description="tokens that the causal convolutions of q and k see; 4 as in TTT's code")
-    conv_activation: Literal["silu"] | None = Field(None, description="after the convolutions; null as in TTT's code")
-    unit_queries: bool = Field(False, description="queries are scaled to length 1 per head; the output norm does it otherwise")
+    forget_bias: float = Field(4.0, description="initial bias of the forget gate's sigmoid; 4 gives an initial gate of 0.98")
+    sparsity: float = Field(
+        0.0, ge=0, description="weight of an L1 penalty on slots; soft thresholds are sparsity times the step size. 0: none"
+    )
+    d_conv: int = Field(4, ge=2, description="width of the causal convolutions of q and k, in tokens; 4 as in TTT's code")
+    conv_activation: Literal["silu"] | None = Field(
+        None, description="activation after the convolutions; null: none, as in TTT's code"
+    )
+    unit_queries: bool = Field(
+        False, description="normalize queries to length 1 per head; otherwise the output norm removes their scale"
+    )
     unit_keys: bool = Field(
-        True, description="keys are scaled to length 1 per head: larger ones forget within tokens, or make steps chaotic"
+        True, description="normalize keys to length 1 per head; longer keys make the slots forget within tokens, or chaotic"
     )
     value_scale: float | None = Field(
-        None,
-        gt=0,
-        description="what values are multiplied by; null: head_dim^-1/2, for slots of length 1 are what they are held in",
+        None, gt=0, description="factor of the values; null: head_dim^-1/2, which matches their scale to slots of length 1"
     )
-    output_norm: bool = Field(True, description="RMSNorm of all heads together before the gate; the paper has no word on it")
+    output_norm: bool = Field(
+        True, description="apply RMSNorm over all heads together before the gate; the paper does not mention one"
+    )
 
     def head_count(self, d_model: int) -> int:
-        """The number of heads. Raises ValueError where d_model leaves it open."""
+        """The number of heads. Raises ValueError if it is not set and does not follow from d_model."""
         if self.heads is None and d_model % self.head_dim:
             raise ValueError(f"head_dim={self.head_dim} does not divide d_model={d_model}; set heads, or another head_dim")
         return self.heads or d_model // self.head_dim
@@ -141,7 +155,7 @@ class LatticeConfig(MixerConfig):
             *_saved_convolved("q", keys, heads, unit=self.unit_queries),
             *_saved_convolved("k", keys, heads, unit=self.unit_keys),
             SavedTensor("scaled v", values, "compute"),
-            # a sigmoid and its multiple; the forget gate's, and with projection its limited value
+            # the sigmoid, and step_max times it; of the forget gate the sigmoid and, with projection, its clamped value
             SavedTensor("step sizes", (1 + (self.step_max != 1.0)) * heads, "float32"),
             SavedTensor("forget gates", (1 + self.project) * heads * self.forget, "float32"),
             SavedTensor("thresholds", heads * bool(self.sparsity), "float32"),
@@ -151,7 +165,7 @@ class LatticeConfig(MixerConfig):
             *(saved_by_split_norm("norm", values) if self.output_norm else ()),
         ]
         if self.project or not learned:
-            # with projection they are divided by their norms, which their gradient needs as well
+            # with projection they are divided by their norms, and the gradient needs both
             saved.append(SavedTensor("initial slots", slots, "float32", per_token=False))
         return MixerCosts(
             saved=tuple(tensor for tensor in saved if tensor.width),
@@ -166,12 +180,13 @@ class LatticeConfig(MixerConfig):
                     eager=self._eager(slots) if self.sparsity else None,
                 ),
             ),
-            # decoding's h 2, its product with the slots 2, the tangent 2, the step 2, the norm 2 and the division 1, the output 2
+            # FLOPs per element of the slots: h of dec 2, its product with the slots 2, the tangent 2, the update 2, the norm 2, the
+            # division by it 1, the output 2
             vector_flops=13 * slots,
         )
 
     def _eager(self, slots: int) -> Eager:
-        """What thresholds take on a GPU. slots: numbers of all heads' slots."""
+        """Cost of soft thresholds on a GPU, which no kernel supports. slots: elements of all heads' slots."""
         return Eager(
             why="thresholds of slots (L1, sparsity > 0) are not in its kernels",
             instead="sparsity=0 has kernels",
@@ -185,7 +200,7 @@ class LatticeConfig(MixerConfig):
 
 
 def _saved_convolved(name: str, keys: int, heads: int, *, unit: bool) -> tuple[SavedTensor, ...]:
-    """Convolved queries or keys as they are, or scaled to length 1 with what the scaling saves."""
+    """Saved tensors of the convolved queries or keys. unit: they are normalized to length 1."""
     if not unit:
         return (SavedTensor(f"convolved {name}", keys, "compute"),)
     return (*saved_by_unit(f"length of {name}", keys, rows=heads), SavedTensor(f"unit {name}", keys, "compute"))

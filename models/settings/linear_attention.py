@@ -1,4 +1,4 @@
-"""Settings that GLA, RetNet and HGRN2 share, whose state is a matrix per head."""
+"""Settings that GLA, RetNet and HGRN2 share. Their State is one matrix [d_key, d_value] per head."""
 
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,7 @@ FeatureMap = Literal["identity", "silu", "relu", "elu"]
 
 
 class HeadSizes(NamedTuple):
-    """Heads and widths of one mixer at one d_model."""
+    """Number of heads and widths of a mixer for a given d_model."""
 
     heads: int
     d_key: int
@@ -20,14 +20,14 @@ class HeadSizes(NamedTuple):
 
 
 class LinearAttentionConfig(MixerConfig):
-    """Heads, and the widths of their keys and values. Subclasses derive from d_model those that are not given."""
+    """Number of heads, and the widths of their keys and values. Subclasses derive sizes that are not set from d_model."""
 
-    heads: int | None = Field(None, ge=1, description="heads of queries, keys and values")
+    heads: int | None = Field(None, ge=1, description="number of heads")
     d_key: int | None = Field(None, ge=1, description="width of a head's queries and keys")
     d_value: int | None = Field(None, ge=1, description="width of a head's values")
 
     def head_sizes(self, d_model: int) -> HeadSizes:
-        """Heads, d_key and d_value. Raises ValueError where one does not follow from d_model."""
+        """Heads, d_key and d_value. Raises ValueError if one is not set and does not follow from d_model."""
         raise NotImplementedError
 
     def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
@@ -41,7 +41,10 @@ class LinearAttentionConfig(MixerConfig):
 
 
 def whole(name: str, formula: str, numerator: int, denominator: int) -> int:
-    """numerator / denominator as the default of a setting. Raises ValueError where it is not a positive whole number."""
+    """numerator / denominator, the default of setting `name`. Raises ValueError if it is not a positive integer.
+
+    formula: the quotient as text, for the error message.
+    """
     if numerator % denominator or numerator < denominator:
         raise ValueError(f"{formula} = {numerator} / {denominator} is not a whole number; set {name}")
     return numerator // denominator

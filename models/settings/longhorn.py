@@ -10,15 +10,17 @@ from baton.models.settings.ssm_block import SSMBlockConfig
 
 
 class LonghornConfig(SSMBlockConfig):
-    """The online learner of Longhorn (Liu et al.), in the diagonal form that the paper's models use.
+    """Longhorn (Liu et al. 2024) with the diagonal approximation of its update, as in the paper's models.
 
-    The exact update of theorem 3.1 cannot be chosen: no kernel computes it. The paper trains no model with it either.
-    skip=false and beta_bias=false give algorithm 1 as printed.
+    The exact update of theorem 3.1 is not implemented; the paper trains no model with it either. skip=false and beta_bias=false
+    give algorithm 1 as printed.
     """
 
     kind: Literal["longhorn"] = "longhorn"
-    beta_bias: bool = Field(True, description="add a learned bias, 0 at first, to beta before the sigmoid; true as in the authors' "
-                            "code, algorithm 1 has none")  # fmt: skip
+    beta_bias: bool = Field(
+        True,
+        description="add a learned bias, initially 0, to beta before the sigmoid; true as in the authors' code, not in algorithm 1",
+    )
 
     @property
     def has_step_bias(self) -> bool:
@@ -37,5 +39,5 @@ class LonghornConfig(SSMBlockConfig):
         return Constant(0.0)
 
     def activation_costs(self, d_model: int) -> MixerCosts:
-        # the decay 2, its limit 1, the input term 2, the step 2, the output 2
+        # FLOPs per element of the state: decay 2, its clamp 1, input term 2, update 2, output 2
         return self.skeleton_costs(d_model, flops=9)

@@ -12,19 +12,25 @@ from baton.models.settings.ssm_block import SSMBlockConfig
 
 
 class MambaConfig(SSMBlockConfig):
-    """The selective state space of Mamba (Gu & Dao)."""
+    """The selective state space model of Mamba (Gu & Dao 2023)."""
 
     kind: Literal["mamba"] = "mamba"
     dt_init: Literal["uniform", "log_uniform"] = Field(
-        "log_uniform", description="distribution of the initial step sizes between dt_min and dt_max. log_uniform: the released "
-        "code's, and the default, because the released models were trained from it; uniform: the paper's section 3.6, whose mean "
-        "step is 0.05 instead of 0.02"
-    )  # fmt: skip
+        "log_uniform",
+        description="distribution of the initial step sizes between dt_min and dt_max. log_uniform: the released code's, from "
+        "which the released models were trained; uniform: the paper's (section 3.6), with a mean step size of 0.05 instead of 0.02",
+    )
     dt_min: float = Field(1e-3, gt=0, description="smallest initial step size; 0.001 in the paper and in the released code")
     dt_max: float = Field(1e-1, gt=0, description="largest initial step size; 0.1 in the paper and in the released code")
-    dt_floor: float = Field(1e-4, gt=0, description="initial step sizes are raised to this at least; the released code's, and not "
-                            "in the paper: it changes nothing unless dt_min is smaller")  # fmt: skip
-    discretization: Literal["euler", "zoh"] = Field("euler", description="of the input matrix; euler is what was released")
+    dt_floor: float = Field(
+        1e-4,
+        gt=0,
+        description="smaller initial step sizes are raised to this; from the released code, not in the paper. It has no effect "
+        "unless dt_min is smaller",
+    )
+    discretization: Literal["euler", "zoh"] = Field(
+        "euler", description="discretization of the input matrix B; euler as in the released code, zoh: zero-order hold"
+    )
 
     @model_validator(mode="after")
     def _step_sizes_are_in_order(self) -> "MambaConfig":
@@ -50,10 +56,10 @@ class MambaConfig(SSMBlockConfig):
         return (*super().parameters(d_model), A_log)
 
     def activation_costs(self, d_model: int) -> MixerCosts:
-        # the decay's exponent 1, the input term 2, the step 2, the output 2
+        # FLOPs per element of the state besides the exponential: its argument 1, input term 2, update 2, output 2
         costs, inner = self.skeleton_costs(d_model, EXP_FLOPS + 7), self.expand * d_model
         saved = (
-            # softplus saves its input; of A, the exponential and its negative
+            # softplus saves its input; A = -exp(A_log) saves the exponential and its negative
             SavedTensor("step sizes before softplus", inner, "float32", in_recurrence="graph"),
             SavedTensor("A", 2 * inner * self.d_state, "float32", per_token=False),
         )

@@ -28,18 +28,22 @@ from baton.models.settings.linear_attention import whole
 
 
 class Mamba2Config(MixerConfig):
-    """The state space of Mamba-2: one decay per head and token (Dao & Gu, "Transformers are SSMs")."""
+    """The state space model of Mamba-2, with one decay per head and token (Dao & Gu 2024, "Transformers are SSMs")."""
 
     kind: Literal["mamba2"] = "mamba2"
     expand: int = Field(2, ge=1, description="d_inner / d_model; 2 in every model of the paper")
     head_dim: int = Field(64, ge=1, description="channels of a head; 64 as released")
-    d_state: int = Field(128, ge=1, description="numbers of state per channel; 128 as released")
-    d_conv: int = Field(4, ge=2, description="tokens that the causal convolution sees; 4 as released")
-    A_init_min: float = Field(1.0, gt=0, description="smallest initial exp(A_log) (uniform between A_init_min and A_init_max)")
-    A_init_max: float = Field(16.0, gt=0, description="largest initial exp(A_log)")
-    dt_min: float = Field(1e-3, gt=0, description="smallest initial step size (log-uniform between dt_min and dt_max)")
-    dt_max: float = Field(1e-1, gt=0, description="largest initial step size")
-    dt_floor: float = Field(1e-4, gt=0, description="initial step sizes are raised to this at least")
+    d_state: int = Field(128, ge=1, description="state size per channel; 128 as released")
+    d_conv: int = Field(4, ge=2, description="width of the causal convolution, in tokens; 4 as released")
+    A_init_min: float = Field(
+        1.0, gt=0, description="lower bound of the initial exp(A_log), which is uniform between A_init_min and A_init_max"
+    )
+    A_init_max: float = Field(16.0, gt=0, description="upper bound of the initial exp(A_log)")
+    dt_min: float = Field(
+        1e-3, gt=0, description="lower bound of the initial step sizes, which are log-uniform between dt_min and dt_max"
+    )
+    dt_max: float = Field(1e-1, gt=0, description="upper bound of the initial step sizes")
+    dt_floor: float = Field(1e-4, gt=0, description="smaller initial step sizes are raised to this")
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "Mamba2Config":
@@ -50,7 +54,7 @@ class Mamba2Config(MixerConfig):
         return self
 
     def head_count(self, d_model: int) -> int:
-        """The number of heads. Raises ValueError where head_dim does not divide d_inner."""
+        """The number of heads. Raises ValueError if head_dim does not divide d_inner."""
         return whole("head_dim", "expand * d_model / head_dim", self.expand * d_model, self.head_dim)
 
     def sizes(self, d_model: int) -> dict[str, int]:
@@ -68,7 +72,7 @@ class Mamba2Config(MixerConfig):
         conv = linear(self.d_conv)
         return (
             column("in_proj", d_model, {"z": inner, "x": inner, "dt": heads}),
-            # B and C, one vector each per token for all heads, are computed by every rank
+            # B and C, one vector each per token for all heads, are computed on every rank
             replicated("bc_proj", d_model, shared),
             split("conv_weight", inner, self.d_conv, init=conv, decay=True),
             split("conv_bias", inner, init=conv),
@@ -99,7 +103,7 @@ class Mamba2Config(MixerConfig):
                 # before and after the convolution
                 SavedTensor("B and C", 2 * 2 * state, "compute", split=False),
                 SavedTensor("convolved x", inner, "compute"),
-                # softplus's input and result, and the decay
+                # softplus's input and output, and the decay
                 SavedTensor("step sizes", 3 * heads, "float32"),
                 SavedTensor("x times step size", inner, "compute"),
                 SavedTensor("output with skip", inner, "float32"),

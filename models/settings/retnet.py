@@ -18,15 +18,17 @@ from baton.models.settings.linear_attention import FeatureMap, HeadSizes, Linear
 
 
 class RetNetConfig(LinearAttentionConfig):
-    """Linear attention with rotary positions and a fixed decay per head (Sun et al., "Retentive Network")."""
+    """Linear attention with rotary positions and a fixed decay per head (Sun et al. 2023, "Retentive Network")."""
 
     kind: Literal["retnet"] = "retnet"
-    heads: int | None = Field(None, ge=1, description="heads of queries, keys and values; null: d_model / d_key")
+    heads: int | None = Field(None, ge=1, description="number of heads; null: d_model / d_key")
     d_key: int = Field(256, ge=2, description="width of a head's queries and keys, even; 256 in the paper")
     d_value: int | None = Field(None, ge=1, description="width of a head's values; null: 2 d_key, as in the paper")
-    feature_map: FeatureMap = Field("identity", description="of queries and keys; the paper's models have none. elu is elu + 1")
+    feature_map: FeatureMap = Field(
+        "identity", description="feature map of queries and keys; identity in the paper's models. elu is elu(x) + 1"
+    )
     decay_exponent: float = Field(
-        5.0, gt=0, description="head h keeps 1 - 2^-(decay_exponent + h) of its state per token; the paper's 5"
+        5.0, gt=0, description="the decay of head h per token is 1 - 2^-(decay_exponent + h), h from 0; the paper's 5"
     )
     rope_theta: float = Field(1e4, gt=0, description="base of the rotary angles; 1e4 in the paper")
 
@@ -51,14 +53,14 @@ class RetNetConfig(LinearAttentionConfig):
     def activation_costs(self, d_model: int) -> MixerCosts:
         heads, d_key, d_value = self.head_sizes(d_model)
         keys, values = heads * d_key, heads * d_value
-        # of the feature maps only relu saves its result; the others save their input, a view of the projection
+        # relu saves its output; the other feature maps save their input, a view of the projection
         mapped = (SavedTensor("mapped q and k", 2 * keys, "compute"),) if self.feature_map == "relu" else ()
         return MixerCosts(
             saved=(
                 SavedTensor("in_proj input", d_model, "compute", split=False),
                 SavedTensor("q, k, v and gate", 2 * keys + 2 * values, "compute"),
                 *mapped,
-                # a cosine and a sine per pair, the same for queries and keys and for all heads
+                # a cosine and a sine per pair of channels, shared by queries and keys and by all heads
                 SavedTensor("cosines and sines", d_key, "float32", split=False),
                 SavedTensor("rotated q and k", 2 * keys, "compute"),
                 *saved_scores(heads, keys, keys, values),
@@ -73,5 +75,6 @@ class RetNetConfig(LinearAttentionConfig):
 
     @classmethod
     def small(cls) -> "RetNetConfig":
-        # a first token's output is (q . k) v; were q . k near 0, the norm behind it would make float32's rounding visible
+        # elu + 1 keeps q . k positive: the first token's output is (q . k) v, and where q . k is near 0 the norm that follows would
+        # amplify float32 rounding errors
         return cls(heads=4, d_key=10, d_value=9, feature_map="elu", decay_exponent=1.0)

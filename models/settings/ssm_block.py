@@ -1,4 +1,4 @@
-"""Settings that Mamba and Longhorn share."""
+"""Settings of the block that Mamba and Longhorn share."""
 
 from dataclasses import replace
 
@@ -19,14 +19,17 @@ from baton.models.settings.declarations import (
 
 
 class SSMBlockConfig(MixerConfig):
-    """The shared block: projection, short convolution, gated diagonal scan, projection."""
+    """The block of Mamba and Longhorn: projection, short convolution, gated diagonal scan, projection."""
 
     expand: int = Field(2, ge=1, description="d_inner / d_model; 2 in both papers' language models")
-    d_state: int = Field(16, ge=1, description="numbers of state per channel; 16 in both papers' language models")
-    d_conv: int = Field(4, ge=2, description="tokens that the causal convolution sees; 4 as released, the papers do not say")
+    d_state: int = Field(16, ge=1, description="state size per channel; 16 in both papers' language models")
+    d_conv: int = Field(4, ge=2, description="width of the causal convolution, in tokens; 4 as released, the papers do not give it")
     dt_rank: int | None = Field(None, ge=1, description="rank of the step sizes' projection; null: d_model / 16, rounded up")
-    skip: bool = Field(True, description="add D u, a learned factor of each channel's input, to the output; true as released, "
-                       "neither paper's algorithm has it")  # fmt: skip
+    skip: bool = Field(
+        True,
+        description="add D x, the input scaled by a learned factor per channel, to the output; true as released, not in the "
+        "papers' algorithms",
+    )
 
     @property
     def has_step_bias(self) -> bool:
@@ -46,12 +49,12 @@ class SSMBlockConfig(MixerConfig):
 
     @property
     def step_name(self) -> str:
-        """The recurrence's name for the step sizes, which names their projection and bias."""
+        """The paper's symbol for the step sizes, which names their projection and bias."""
         raise NotImplementedError
 
     @property
     def state_name(self) -> str:
-        """The recurrence's name for its State."""
+        """The paper's symbol for the State."""
         raise NotImplementedError
 
     @property
@@ -66,7 +69,7 @@ class SSMBlockConfig(MixerConfig):
             column("in_proj", d_model, {"x": inner, "z": inner}),
             split("conv_weight", inner, self.d_conv, init=linear(self.d_conv), decay=True),
             split("conv_bias", inner, init=linear(self.d_conv)),
-            # a low-rank code of the step sizes, and the vectors B and C that all channels of a token share
+            # the step sizes' low-rank projection, and the vectors B and C, which all channels of a token share
             row("x_proj", inner, rank + 2 * self.d_state, init=linear(inner)),
             low_rank_column(f"{step}_proj", rank, inner, init=linear(rank)),
             *((split(f"{step}_bias", inner, init=self.step_bias_init),) if self.has_step_bias else ()),
@@ -82,7 +85,7 @@ class SSMBlockConfig(MixerConfig):
         )
 
     def skeleton_costs(self, d_model: int, flops: int) -> MixerCosts:
-        """The costs of the block without those that the recurrence adds. flops: of the scan, per element of its state."""
+        """Costs of the block, to which subclasses add those of their recurrence. flops: of the scan, per element of the state."""
         inner, code = self.expand * d_model, self.step_rank(d_model) + 2 * self.d_state
         conv, scan = self.state(d_model)
         return MixerCosts(
@@ -92,7 +95,7 @@ class SSMBlockConfig(MixerConfig):
                 SavedTensor("convolved x", inner, "compute", recomputed=True),
                 SavedTensor("step code, B and C", code, "compute", split=False),
                 SavedTensor("projected step sizes", inner, "compute", in_recurrence="input", recomputed=True),
-                # after softplus or sigmoid
+                # output of softplus or sigmoid
                 SavedTensor("step sizes", inner, "float32", in_recurrence="graph"),
                 SavedTensor("y", inner, "float32", in_recurrence="graph"),
                 *(replace(saved, in_recurrence="graph") for saved in saved_by_gate("z", inner)),
@@ -102,7 +105,7 @@ class SSMBlockConfig(MixerConfig):
                 RecurrenceCosts("short_conv", (conv,), chunk=0),
                 RecurrenceCosts("scan", (scan,), chunk=1, scan_elements=inner * self.d_state, transition=((inner, self.d_state),)),
             ),
-            # every rank's channels use the whole code, B and C
+            # every rank's channels read all of x_proj's output
             all_reduces=(AllReduce("step code, B and C", code, "compute", "backward"),),
             vector_flops=flops * inner * self.d_state,
         )

@@ -10,11 +10,11 @@ from baton.models.settings.declarations import ParameterDeclaration, column, out
 
 
 class SwiGLUConfig(MixerConfig):
-    """The gated MLP of Llama-like models (Shazeer, "GLU variants improve Transformer")."""
+    """The gated MLP of Llama (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
     kind: Literal["swiglu"] = "swiglu"
     hidden: int | None = Field(None, ge=1, description="hidden width; null: 8/3 d_model rounded up to a multiple of `multiple_of`")
-    multiple_of: int = Field(256, ge=1, description="what the default hidden width is rounded up to; 256 as in Llama")
+    multiple_of: int = Field(256, ge=1, description="the default hidden width is rounded up to a multiple of this; 256 as in Llama")
 
     def width(self, d_model: int) -> int:
         """The hidden width."""

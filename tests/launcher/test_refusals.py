@@ -123,7 +123,7 @@ SETTINGS = {
     ),
     "full attention in segments": (
         ["training.bptt={mode: exact, segment: 8}", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 8}}"],
-        ["training.bptt: model.mixers.attention looks at the whole document", "attention.window, or training.bptt=null"],
+        ["training.bptt: model.mixers.attention attends to the whole document", "attention.window, or training.bptt=null"],
     ),
     "a shorter length that does not divide": (
         ["training.sequence_length_warmup=[{steps: 2, sequence_length: 12}]"],
@@ -159,23 +159,23 @@ SETTINGS = {
     ),
     "a document that cannot be handed on": (
         ["layout.context=2", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 4}}"],
-        ["model.mixers.attention looks at the whole document", "set model.mixers.attention.window"],
+        ["model.mixers.attention attends to the whole document", "set model.mixers.attention.window"],
     ),
     "a rank's tokens are fewer than a convolution's tail": (
         ["layout.context=16"],
         [
             "layout.context=16 leaves 2 of training.sequence_length=32 tokens to a rank",
-            "model.mixers.mamba hands on its last 3",
+            "model.mixers.mamba passes on its last 3",
             "layout.context that leaves enough: [1, 2, 4, 8]; or with 16 ranks training.sequence_length=48 or more",
         ],
     ),
     "a rank's tokens are fewer than a window": (
         ["layout.context=4", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 4, window: 18}}"],
-        ["leaves 8 of", "model.mixers.attention hands on its last 17", "[1]; or with 4 ranks training.sequence_length=68 or more"],
+        ["leaves 8 of", "model.mixers.attention passes on its last 17", "[1]; or with 4 ranks training.sequence_length=68 or more"],
     ),
     "a rank's tokens are fewer than B'MOJO's fading tokens": (
         ["layout.context=4", "model.pattern=[bmojo]", "model.mixers={bmojo: {head_dim: 4, window: 5, fading: sliding}}"],
-        ["leaves 8 of", "model.mixers.bmojo hands on its last 9", "[1, 2]; or with 4 ranks training.sequence_length=36 or more"],
+        ["leaves 8 of", "model.mixers.bmojo passes on its last 9", "[1, 2]; or with 4 ranks training.sequence_length=36 or more"],
     ),
     "ZeRO stage": (["layout.zero=3"], ["layout.zero=3", "should be 0, 1 or 2"]),
     "batch is no multiple": (["training.global_batch_tokens=100"], ["not a multiple of training.sequence_length=32", "96 and 128"]),
