@@ -1,8 +1,8 @@
-"""A layer: sub-blocks x + mixer(norm(x)) one after the other, around a residual stream.
+"""A layer: a sequence of sub-blocks x + mixer(norm(x)) on the residual stream.
 
-A sub-block returns the stream as (x, branch): the next norm reads the stream anyway and adds the branch in the same kernel. Where
-tensor ranks share the residual stream, both are this rank's part of the tokens (baton.parallel.tensor_group), and the normalised
-tokens are gathered in front of the mixer, in the compute type.
+A sub-block returns the residual stream as (x, branch), whose sum is the stream: the next norm reads the stream anyway and adds the
+branch in the same kernel. With sequence parallelism, both hold this rank's part of the tokens (baton.parallel.tensor_group), and
+the normalized tokens are all-gathered before the mixer, in the compute dtype.
 """
 
 import dataclasses

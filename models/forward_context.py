@@ -1,7 +1,7 @@
-"""The context of one forward pass, which is handed down from the step executor through model, layer and mixer to each recurrence.
+"""The context of one forward pass, an argument from the step executor through model, layer and mixer to each recurrence.
 
-It says what a recurrence cannot tell from its inputs. It is an argument and not a setting of the modules: passes of one model may
-differ in it, and a recomputed layer is given the context of its first pass.
+It holds what a recurrence cannot infer from its inputs. It is an argument and not an attribute of modules because passes of one
+model may differ in it, and because a recomputed layer needs the context of its first pass.
 """
 
 from dataclasses import dataclass

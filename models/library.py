@@ -1,8 +1,8 @@
-"""Mixers and language models as plain modules, for use in other people's training loops: on one device, with initial values.
+"""Mixers and language models as plain modules on one device, with initial values, for use in other training loops.
 
-`mixer` gives one layer's recurrence and `language_model` a whole model. Both map their input and a State, None at the beginning,
-to their output and the State behind it. A State is a dictionary of tensors (States: one for each layer), so that whoever has it can
-go on with the next piece of the sequence, with its gradient or without.
+`mixer` builds one mixer and `language_model` a whole model. Both map their input and a State (None at the start of a sequence) to
+their output and the State after the input. A State is a dictionary of tensors (States: one State per layer). Pass it to the next
+call to continue the sequence, or detach its tensors first to stop the gradient there.
 
 Shape suffixes: B batch, T tokens, M d_model.
 """

@@ -1,7 +1,7 @@
 """The language model, or one pipeline stage of it: embedding, layers, final norm, head, and the loss in chunks of tokens.
 
-The returned States hold everything that later tokens need of earlier ones. Pass them to the next call to continue a sequence: two
-pieces then equal the whole, and pieces of one token are decoding.
+The returned States hold everything that later tokens need of earlier ones. Pass them to the next call to continue a sequence: the
+results of two calls equal those of one call on the whole sequence. Calls with one token each are decoding.
 """
 
 from contextlib import AbstractContextManager

@@ -1,11 +1,11 @@
 """The interface between a mixer and the layer around it, and the registry of mixers.
 
-A mixer maps (x [B, T, d_model], pos [B, T], State or None) to (y [B, T, d_model], State); None is the state before any token. It is
-written like single-device code over tensor-parallel projections; its file says how its heads or channels split.
+A mixer maps (x [B, T, d_model], pos [B, T], State or None) to (y [B, T, d_model], State); None is the State before any token. It is
+written like single-device code with tensor-parallel projections; its file says how its heads or channels are split.
 
-Where tensor ranks share the residual stream, x is gathered for the mixer, and its output projection scatters the sum, so that each
-rank has y for its part of the tokens, [tokens_per_rank(B T), d_model]. Gathering sums x's gradient over the ranks in its backward,
-so neither the projections of x nor layers that every rank computes alike (models.replicated_linear) sum it.
+With sequence parallelism, x is all-gathered for the mixer, and its output projection reduce-scatters y, so that each rank has y for
+its part of the tokens, [tokens_per_rank(B T), d_model]. The backward of the all-gather sums x's gradient over the ranks, so neither
+the projections of x nor replicated layers (models.replicated_linear) sum it.
 """
 
 from abc import ABC, abstractmethod
@@ -27,18 +27,18 @@ _CLASSES: dict[type[MixerConfig], type["Mixer"]] = {}
 
 
 class Mixer(nn.Module, ABC):
-    """Base class of every mixer: `class Mamba(Mixer, settings=MambaConfig)` makes it the class of that kind.
+    """Base class of mixers. `class Mamba(Mixer, settings=MambaConfig)` registers Mamba for the kind of MambaConfig.
 
-    The constructor builds nested mixers and the parameters that the settings declare, under their declared names; a subclass
-    annotates them, and `state_specs` follows from the declared State.
+    The constructor builds nested mixers and the declared parameters under their declared names, which subclasses annotate.
+    `state_specs` follows from the declared State.
 
-    recompute_keeps: operators whose results full recomputation keeps instead of computing again, because a discrete choice depends
-    on their last bit.
+    recompute_keeps: operators whose outputs are saved even with full recomputation, because a discrete choice depends on their
+    last bit.
     """
 
     recompute_keeps: ClassVar[tuple[Any, ...]] = ()
     path: str = "a mixer"
-    """This mixer's name in the model, "layers.3.mamba", in errors and message counts."""
+    """This mixer's name in the model, for example "layers.3.mamba", for errors and message counts."""
 
     def __init__(self, config: MixerConfig, context: MixerContext) -> None:
         super().__init__()
@@ -50,14 +50,21 @@ class Mixer(nn.Module, ABC):
     def run_recurrence(
         self, recurrence: Recurrence, inputs: Inputs, pos: Tensor, state: State | None, forward_context: ForwardContext
     ) -> tuple[Tensor, State]:
-        """Outputs and final State of a recurrence, on whichever rank the preceding tokens are. Every State goes through here.
+        """Runs a recurrence and returns its outputs and final State. Mixers must call it for every State that they carry.
 
-        forward_context: the one that `forward` was called with.
+        With context parallelism the initial State comes from the rank with the preceding tokens.
+
+        Args:
+            recurrence: the operator.
+            inputs: its inputs, [B, T, ...] each for those with a time dimension.
+            pos: positions in the document, int32 [B, T]; 0 starts a new document.
+            state: the State before the first token; None: no tokens before.
+            forward_context: the argument of `forward`.
         """
         if forward_context.recorded is not None:
             forward_context.recorded.add(recurrence)
             if not inputs[0].is_meta:  # definitions read values
-                # the definition, so that nothing is compiled for a few tokens; later operators see the dtype of a training step
+                # the reference is used so that no kernel is compiled for a few tokens; outputs have the dtype of a training step
                 float64 = tuple(x.double() if x.is_floating_point() else x for x in inputs)
                 y, final_state = recurrence.reference(float64, pos, state)
                 return y.to(inputs[0].dtype), final_state
@@ -71,7 +78,7 @@ class Mixer(nn.Module, ABC):
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """The State of a sequence, in whole shapes (all tensor ranks together); () for a mixer without a recurrence."""
+        """The State of one sequence with global shapes (over all tensor ranks); () for a mixer without a recurrence."""
         return tuple(self._state_spec(state) for state in self.config.all_state(self.context.d_model))
 
     def _state_spec(self, state: StateDeclaration) -> StateSpec:
@@ -109,8 +116,8 @@ def build_mixer(config: MixerConfig, context: MixerContext) -> Mixer:
 def recurrences_of(model: nn.Module, d_model: int, dtype: torch.dtype) -> list[Recurrence]:
     """The recurrences of the model's mixers, sorted by name. A collective of the tensor group.
 
-    Each kind of mixer runs once on 16 tokens, with the dtype and positions of a training step, so that it needs no kernel that
-    training does not need.
+    Each kind of mixer runs once on 16 tokens with the dtype and positions of a training step, so that only kernels that training
+    uses are compiled.
     """
     nested = {part for module in model.modules() if isinstance(module, Mixer) for part in module.modules() if part is not module}
     outer = {type(module): module for module in model.modules() if isinstance(module, Mixer) and module not in nested}

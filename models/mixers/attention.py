@@ -1,7 +1,9 @@
-"""Causal softmax attention with rotary positions: Transformer++, sliding windows, and the attention layers of hybrids.
+"""Causal softmax attention with rotary positions, over the whole document or a sliding window.
 
-Source: Vaswani et al. 2017; Su et al. 2021 for the positions; Ainslie et al. 2023 for grouped heads; Beltagy et al. 2020 for the
-window. Heads are split over the tensor group.
+Source: Vaswani et al. 2017; Su et al. 2021 for rotary positions; Ainslie et al. 2023 for grouped-query heads; Beltagy et al. 2020
+for the sliding window. Heads are split over the tensor group.
+
+Shapes: B batch, T time, M d_model.
 """
 
 from torch import Tensor

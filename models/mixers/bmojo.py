@@ -1,38 +1,43 @@
-"""B'MOJO's mixer: a state space whose outputs are fading tokens, and one attention over a window, the fading tokens and the
-tokens that the state space predicted worst (eidetic tokens).
+"""B'MOJO's mixer: a state space model, and one attention over a window of tokens, the state space model's outputs (fading tokens)
+and the tokens that it predicted worst (eidetic tokens).
 
 Source: Zancato et al. 2024, "B'MOJO: Hybrid State Space Realizations of Foundation Models with Eidetic and Fading Memory",
 Algorithm 1 in its chunked form. There is no position encoding.
 
-Keys and values of the tokens first pass a causal convolution of d_conv tokens each, which the paper does not describe. In Algorithm
-1 as printed (d_conv=null) nothing tells the order of the tokens in a window, and the state space's outputs, which do, are attended
-only from the next multiple of the window on. Until then a layer cannot tell which key a value belongs to. Two such layers alone
-learn multi-query associative recall slowly and in part: 72 % of 12 pairs after 2000 steps, against 99 % with the convolutions and
-close to 100 % in the paper's figure 2 (docs/measured.md, recall). A layer before it that mixes neighbours, as Mamba does, helps.
+The state space model is split over the tensor group by channel, and the attention by head. The state space model's output is
+all-reduced before tokens are scored, so that every rank computes the same scores and keeps the same tokens.
 
-Without eidetic tokens (B'MOJO-F) two layers alone recall little, also with the convolutions; in the paper's
-figure they recall more than Mamba. A fading token is read from the state by the token that made it, not by the one that asks.
+Keys and values first pass a causal convolution of d_conv tokens each, which the paper does not describe. In Algorithm 1 as printed
+(d_conv=null) the layer has no information about the order of the tokens in a window: only the state space model's outputs depend on
+it, and they are attended from the next multiple of the window on. Until then the layer cannot associate keys with values. Two such
+layers alone learn multi-query associative recall slowly and in part: 72 % of 12 pairs after 2000 steps, against 99 % with the
+convolutions and close to 100 % in the paper's figure 2 (docs/measured.md, recall). A preceding layer that mixes neighbouring
+tokens, such as Mamba, helps.
 
-The paper leaves open, and the settings decide: the sizes of the memories, how many outputs the predictor averages and with which
-weights, and the norm of its error. The paper leaves open, and this code fixes:
+Without eidetic tokens (B'MOJO-F) two layers alone recall little, also with the convolutions; in the paper's figure they recall more
+than Mamba. A fading token is C_s h_s, read from the state with the C of its own time s and not with the query's.
+
+The paper does not specify the following, and settings decide it: the sizes of the memories, the number and the weights of the
+outputs that the predictor averages, and the norm of its error. The paper does not specify the following either, and this code fixes
+it:
 
 - The output of Mamba's whole mixer, gated and projected to d_model, is scored and is the fading token; Algorithm 1 writes C x.
-- The eidetic memory keeps the largest scores so far, of two equal ones the older; the algorithm prints no eviction.
+- The eidetic memory keeps the tokens with the largest scores so far, and of equal ones the older; the algorithm has no eviction.
 - A token that is both in the window and in the memory is attended twice, as in the paper's interleaved form.
 
-Differences from Algorithm 1: memories are published at multiples of the window and stay for one window, as in the paper's chunked
-form. Only a chunk's last token then sees y_{t-w} as its newest fading token. With fading=sliding every token does, and the w - 1
-outputs before that one too; the eidetic memory still changes once a window. No setting computes the algorithm token by token. A
-document that is no longer than the window never uses a memory, and the state space gets no gradient from it.
+Differences from Algorithm 1: the memories are updated at multiples of the window and are constant for one window, as in the paper's
+chunked form. Only a chunk's last token then has y_{t-w} as its newest fading token. With fading=sliding every token does, and
+attends to the w - 1 outputs before that one too; the eidetic memory still changes once per window. No setting computes the
+algorithm token by token. A document that is no longer than the window never uses the memories, and gives the state space model no
+gradient.
 
-The paper claims that B'MOJO trains faster than Mamba at all sizes. Measured here, it trains 0.91 times as many tokens per second at
-1.4B (docs/measured.md).
+The paper claims that B'MOJO trains faster than Mamba at all sizes. Here it trains 0.91 times as many tokens per second at 1.4B
+(docs/measured.md).
 
 Misprints in the paper: the speed-up is 10 % in one place and 15 % in another; appendix E lacks D u_t in Mamba's output; the second
 form of C.3 has u_{t-1} for u_t; table 3 writes 1 and 100 for the same accuracy.
 
-The state space is split by channel and the attention by head. Its output is summed over the tensor group before it is scored, so
-every rank computes the scores of the same numbers and keeps the same tokens.
+Shapes: B batch, T time, M d_model.
 """
 
 from collections.abc import Sequence
@@ -58,7 +63,7 @@ class BMojo(Mixer, settings=BMojoConfig):
     """x [B, T, M], pos [B, T], State {ssm.*, y [B, predictor, M], conv_k, conv_v [B, d_conv - 1, kv_heads * head_dim] unless
     d_conv is null, and eidetic_attention's} -> y [B, T, M], State."""
 
-    # recomputed with another rounding, scores would select other tokens, and gradients would be those of another function
+    # recomputed scores may round differently and select other tokens, and gradients would then be those of another function
     recompute_keeps = (torch.ops.baton.innovation.default,)
 
     config: BMojoConfig
@@ -79,14 +84,14 @@ class BMojo(Mixer, settings=BMojoConfig):
             attention_state = {name: x for name, x in state.items() if name != "y" and not name.startswith(others)}
             tail = {"y": state["y"]}
         fading_BTM, ssm_state = self.ssm(x_BTM, pos_BT, ssm_state, forward_context)
-        # of the previous outputs, nearest first
+        # weights of the previous outputs, nearest first
         weights = self._predictor_weights(fading_BTM.device)
         score_BT, tail = self.run_recurrence(
             Innovation(config.innovation_norm), (fading_BTM.detach(), weights), pos_BT, tail, forward_context
         )
         q = self.q_proj(x_BTM).unflatten(-1, (-1, config.head_dim))
         if self.context.sequence_parallel:
-            # the projection's input gradient is partial: gathering sums x's, and this sums the fading tokens'
+            # the projection's input gradients are partial: gathering x sums the one of x, and this the one of the fading tokens
             fading_BTM = copy_to_tensor_group(fading_BTM)
         tokens, convs = self._convolved(self._keys_and_values(x_BTM), pos_BT, state, forward_context)
         inputs = (q, *self._by_head(tokens), *self._by_head(self._keys_and_values(fading_BTM)), score_BT)

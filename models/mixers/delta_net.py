@@ -1,7 +1,7 @@
-"""DeltaNet's mixer: the delta rule with normalised keys, behind short convolutions.
+"""DeltaNet's mixer: the delta rule with normalized keys, after short convolutions.
 
-Source: Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", section 3.3; the released code
-for what the paper leaves out (no biases). Heads are split over the tensor group.
+Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", section 3.3; the released
+code for what the paper does not specify (no biases). Heads are split over the tensor group.
 """
 
 from collections.abc import Sequence

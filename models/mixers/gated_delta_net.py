@@ -1,7 +1,7 @@
-"""Gated DeltaNet's mixer: DeltaNet whose state decays by head and token, with a gated output.
+"""Gated DeltaNet's mixer: DeltaNet with a decay per head and token, and with a gated output.
 
-Source: Yang, Kautz & Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", section 3.4; Mamba-2's code, to which
-the paper refers, for the decay's initial values. Heads are split over the tensor group.
+Source: Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule", section 3.4; Mamba-2's code, to
+which the paper refers, for the decay's initial values. Heads are split over the tensor group.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class GatedDeltaNet(DeltaRuleMixer, settings=GatedDeltaNetConfig):
     dt_bias: nn.Parameter
 
     def log_decay(self, extra: Sequence[Tensor]) -> Tensor:
-        # the bias is added in fp32: rounded to bf16 it would move the decays in jumps of 3 %
+        # the bias is added in fp32: in bf16 its rounding would change the decays in steps of 3 %
         return -self.A_log.exp() * F.softplus(extra[0].to(self.dt_bias.dtype) + self.dt_bias)
 
     def gate(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:

@@ -1,8 +1,10 @@
-"""Gated linear attention's mixer: linear attention whose keys are forgotten channel by channel, with a gated output.
+"""The mixer of gated linear attention (GLA): linear attention with a decay per key channel and a gated output.
 
-Source: Yang et al. 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training", section 4.4; the released code for
-what differs there (RMSNorm for LayerNorm, no bias in the output gate, scores over sqrt(d_key)). Heads are split over the tensor
-group; the low-rank code of the decays is computed by every rank.
+Source: Yang et al. 2023, "Gated Linear Attention Transformers with Hardware-Efficient Training", section 4.4. Where the released
+code differs from the paper, this follows the code: RMSNorm instead of LayerNorm, no bias in the output gate, scores divided by
+sqrt(d_key). Heads are split over the tensor group; every rank computes the low-rank projection of the decays.
+
+Shapes: B batch, T time, M d_model, H this rank's heads, V d_value, R gate_low_rank_dim.
 """
 
 import torch.nn.functional as F
@@ -39,7 +41,7 @@ class GLA(Mixer, settings=GLAConfig):
     ) -> tuple[Tensor, State]:
         _, d_key, d_value = self.config.head_sizes(self.context.d_model)
         q, k, v, gate = self.in_proj(x_BTM, self.in_proj.local_splits)
-        # fp32 from the bias on, and the root is taken of the logarithm: bf16 has no decay between 0.996 and 1
+        # fp32 from the bias on, and in the log domain: bf16 has no values between 0.996 and 1
         code_BTR = self.code_proj.for_own_heads(self.code_proj(x_BTM))
         logits = self.decay_proj(code_BTR).to(self.decay_bias.dtype) + self.decay_bias
         g = F.logsigmoid(logits) / self.config.gate_logit_normalizer

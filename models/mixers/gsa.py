@@ -1,14 +1,16 @@
-"""Gated slot attention's mixer: softmax attention over a few slots that are written by gated averages.
+"""The mixer of gated slot attention (GSA): softmax attention over a fixed number of slots that are updated with gates.
 
 Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling", equations 8 and 9. Heads are split
 over the tensor group.
 
-The paper leaves open the scale of the scores; they have none, as in the released code. There is no convolution and no bias.
+The paper does not specify a scale of the scores; there is none here, as in the released code. There is no convolution and no bias.
 
 Misprints in the paper: equation 7 has the gates alpha and 1 of keys and values in the wrong order, in both passes; the backward
-pass of algorithm 1 sets GATE_K the other way round than its forward pass, and its formulas of dK and dV miss factors of the decay.
-Equations 3 and 4, ABC without a gate, only add to the slots; the weighted mean that the released code computes under that name
-also rescales what is in them. No setting computes either: ABC is not among the gates here.
+pass of algorithm 1 swaps the two values of GATE_K relative to its forward pass, and its formulas of dK and dV lack factors of the
+decay. Equations 3 and 4, ABC without a gate, only add to the slots; the weighted mean that the released code computes under that
+name also rescales their content. ABC is not implemented here in either form.
+
+Shapes: B batch, T time, M d_model, H this rank's heads, V head_dim, D H * V.
 """
 
 from torch import Tensor
@@ -40,7 +42,7 @@ class GSA(Mixer, settings=GSAConfig):
     def forward(
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
-        # with a link the slots may come from another rank, which recomputation would have to ask again
+        # with a link the initial slots may come from another rank, and recomputation would have to receive them again
         selective = self.context.selective_recompute and forward_context.link is None
         *qkv, g = self.in_proj(x_BTM, self.in_proj.local_splits)
         inputs = (*(x.unflatten(2, (-1, self.config.head_dim)) for x in qkv), g.unflatten(2, (-1, self.config.slots)))
@@ -49,7 +51,7 @@ class GSA(Mixer, settings=GSAConfig):
         )
         o_BTHV, state = self.run_recurrence(recurrence, inputs, pos_BT, state, forward_context)
         o_BTD = o_BTHV.flatten(2)
-        # on a CPU the norm saves copies of its input, and several ranks would have to all-reduce again
+        # on a CPU the norm saves copies of its input anyway, and several ranks would have to repeat an all-reduce
         with recompute_in_backward(selective and self.context.tensor_size == 1 and on_gpu(o_BTD)) as discard:
             normed = self.norm(o_BTD, o_BTD.dtype, silu=True)
             discard(normed, lambda: self.norm(o_BTD, o_BTD.dtype, silu=True))

@@ -1,8 +1,10 @@
-"""HGRN2's mixer: a recurrent network with a forget gate, its state expanded to a matrix per head.
+"""HGRN2's mixer: a linear RNN with a forget gate, whose state is expanded to a matrix per head.
 
 Source: Qin et al. 2024, "HGRN2: Gated Linear RNNs with State Expansion", section 3.2; flash-linear-attention's layer, with which
-GSA's paper compares, for what the paper leaves out (silu on the output gate only, RMSNorm of the whole width). The lower bound of
-the forget gates is a setting here, not learned across layers. Heads are split over the tensor group.
+GSA's paper compares, for what the paper does not specify (silu on the output gate only, RMSNorm over the whole width). The lower
+bound of the forget gates is a setting here and not learned. Heads are split over the tensor group.
+
+Shapes: B batch, T time, M d_model, H this rank's heads, V d_value.
 """
 
 import torch
@@ -48,7 +50,8 @@ class HGRN2(Mixer, settings=HGRN2Config):
         return self.out_proj(self.norm(o_BTHV.flatten(2), v.dtype)), final_state
 
     def forget(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """g = log a and k = 1 - a of the forget gates' logits f, without a subtraction, which would round gates near 1."""
+        """g = log a and k = 1 - a from the forget gates' logits f. k is not computed by subtraction, which loses precision for
+        gates near 1."""
         bound = self.config.lower_bound
         k = (1 - bound) * torch.sigmoid(-f)
         # without a bound a may underflow to 0, where only logsigmoid gives the logarithm

@@ -1,16 +1,16 @@
-"""Lattice's mixer: a memory of slots that each token updates by a rotation, read and gated.
+"""Lattice's mixer: a memory of unit-norm slots that each token rotates, with a gated output.
 
 Source: Karami & Mirrokni 2025 (arXiv 2504.05646, first version), "Lattice: Learning to Efficiently Compress the Memory". Heads are
 split over the tensor group: a head's projections, convolutions and slots are on one rank.
 
-Differences from the paper, and what it leaves open:
+Differences from the paper, and choices that it does not specify:
 
-- Of the block it says that q and k come from one projection and have a causal convolution each, and that a GELU gate is behind the
-  recurrence. Everything else of the block is open there; the settings say what the defaults follow.
-- The final model has a forget gate (table 4, last row). Here forget is false by default, since with projection a forget gate is
-  exactly a larger step; the models lattice-110m and lattice-340m set it.
-- Keys of length 1 (unit_keys) and scaled values (value_scale) are ours. Without them steps are chaotic.
-- Each document begins with the initial slots. There is no setting to carry slots from one document into the next.
+- Of the block, the paper says that q and k come from one projection and have a causal convolution each, and that a GELU gate
+  follows the recurrence. The rest of the block is not specified there; the settings say where their defaults come from.
+- The paper's final model has a forget gate (table 4, last row). Here forget is false by default, because with projection a forget
+  gate is equivalent to a larger step; the models lattice-110m and lattice-340m set it.
+- Keys of length 1 (unit_keys) and scaled values (value_scale) are not in the paper. Without them the recurrence is chaotic.
+- Each document starts with the initial slots. There is no setting to carry slots from one document to the next.
 
 Misprints in the paper:
 
@@ -62,7 +62,7 @@ class Lattice(Mixer, settings=LatticeConfig):
         qk_BTD, v_BTD, gate_BTD, gamma_BTH, *mu = self.in_proj(x_BTM, self.in_proj.local_splits)
         q_BTHK, conv = self._convolved(qk_BTD, self.conv_q, pos_BT, state, forward_context)
         k_BTHK, _ = self._convolved(qk_BTD, self.conv_k, pos_BT, state, forward_context)
-        # biases are added in fp32: in bf16 they would change in jumps, and a gate near 1 would round to 1
+        # biases are added in fp32: in bf16, sums change in coarse steps, and a gate near 1 rounds to 1
         gamma_BTH = torch.sigmoid(gamma_BTH.to(dtype) + self.step_bias)
         if config.step_max != 1.0:
             gamma_BTH = config.step_max * gamma_BTH

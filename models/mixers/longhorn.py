@@ -1,14 +1,14 @@
-"""Longhorn's mixer: an online learner of associations in the gated-scan skeleton.
+"""Longhorn's mixer: the closed-form update of online associative recall, in the block of `models.ssm_block`.
 
-Source: Liu et al., "Longhorn: State Space Models are Amortized Online Learners", equations of section 3 and algorithm 1. Channels
-are split over the tensor group.
+Source: Liu et al. 2024, "Longhorn: State Space Models are Amortized Online Learners", section 3 and algorithm 1. Channels are split
+over the tensor group.
 
 Differences from the paper:
 
-- The authors' code adds a skip D x to the output and a bias, 0 at first, to beta. Algorithm 1 has neither; skip=false and
+- The authors' code adds a skip D x to the output and a bias, initially 0, to beta. Algorithm 1 has neither; skip=false and
   beta_bias=false remove them. beta's projection has the rank of Mamba's step sizes; the paper only says that it can be low.
-- The exact update of theorem 3.1 is not available as a setting: this mixer, as all models of the paper, has its diagonal form.
-  kernels/longhorn/reference.py has the exact one as a definition, which tests compare with the objective's minimum.
+- The exact update of theorem 3.1 is not available as a setting: this mixer, like all models of the paper, uses the diagonal form.
+  kernels/longhorn/reference.py defines the exact update, which tests compare with the objective's minimum.
 
 Misprints in the paper: table 4 has +2 <Sk, x> where the sign is minus, and 1_{m x n} for 1_{d x m}; x ~ S^T k is S k; "theorem 6"
 is theorem 3.1; table 2's caption gives GLA a state of 1024K, its table and formula 512K.

@@ -1,6 +1,7 @@
-"""Mamba's mixer: a selective state space in the gated-scan skeleton.
+"""Mamba's mixer: a selective state space model, in the block of `models.ssm_block`.
 
-Source: Gu & Dao, "Mamba", section 3 and appendix. Channels are split over the tensor group.
+Source: Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", section 3 and appendix. Channels are
+split over the tensor group.
 
 Differences from the paper:
 
@@ -10,6 +11,8 @@ Differences from the paper:
 - The input matrix is discretized by Euler's rule, as in the released code; discretization=zoh is equation 4.
 
 A misprint in the paper: table 8 gives a random initial value as A ~ exp(N(0, 1)). A must be negative, so it is -exp(N(0, 1)).
+
+Shapes: B batch, T time, D this rank's channels (d_inner), N d_state.
 """
 
 import torch

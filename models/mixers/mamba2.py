@@ -1,8 +1,10 @@
-"""Mamba-2's mixer: a state space with one decay per head and token, whose input and output vectors all heads share.
+"""Mamba-2's mixer: a state space model with one decay per head and token, and with B and C shared by all heads.
 
 Source: Dao & Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality",
-section 7; the released code for what the paper leaves out (convolution bias, skip, initial values, gate before the norm). Heads
-are split over the tensor group; B and C, one vector each per token, are computed by every rank, their convolution included.
+section 7; the released code for what the paper does not specify (convolution bias, skip, initial values, gate before the norm).
+Heads are split over the tensor group; every rank computes B and C, which are one vector each per token, and their convolution.
+
+Shapes: B batch, T time, M d_model, H this rank's heads, P head_dim, D H * P, W d_conv.
 """
 
 import torch
@@ -25,11 +27,11 @@ _CONV = ShortConv("silu")
 
 
 class Mamba2(Mixer, settings=Mamba2Config):
-    """S = exp(-A dt) S + B (dt x)^T, y = W RMSNorm((S^T C + D x) silu(z)), dt = softplus(linear + bias), A > 0 per head; x, B, C
-    behind a short convolution and silu.
+    """S = exp(-A dt) S + B (dt x)^T, y = W RMSNorm((S^T C + D x) silu(z)), dt = softplus(linear + bias), A > 0 per head; x, B and C
+    pass a short convolution and silu.
 
     x [B, T, M], pos [B, T], State {conv_x [B, W - 1, d_inner], conv_bc [B, W - 1, 2 d_state], S [B, heads, d_state, head_dim]}
-    -> y [B, T, M], State. Where tensor ranks share the residual stream, the cotangent of conv_bc is a part on each of them.
+    -> y [B, T, M], State. With sequence parallelism, each tensor rank has only a part of the gradient of conv_bc.
     """
 
     config: Mamba2Config
@@ -55,7 +57,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
             _CONV, (self.bc_proj(x_BTM), self.bc_conv_weight, self.bc_conv_bias), pos_BT, tails[1], forward_context
         )
         B, C = self.bc_proj.for_own_heads(bc).unsqueeze(2).chunk(2, dim=-1)
-        # the bias is fp32 and is added in fp32: rounding it would move the step sizes in jumps of 3 %
+        # the bias is added in fp32: in bf16 its rounding would change the step sizes in steps of 3 %
         dt_BTH = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
         x_BTHP = x.unflatten(2, (-1, self.config.head_dim))
         inputs = (C, B, head_scale(x_BTHP, dt_BTH), -torch.exp(self.A_log) * dt_BTH)

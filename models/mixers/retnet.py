@@ -1,7 +1,10 @@
-"""RetNet's mixer: multi-scale retention, linear attention with rotary positions and a decay fixed per head.
+"""RetNet's mixer: multi-scale retention, which is linear attention with rotary positions and a fixed decay per head.
 
-Source: Sun et al. 2023, "Retentive Network: A Successor to Transformer for Large Language Models", section 2.3; flash-linear-
-attention's layer, with which GSA's paper compares, for RMSNorm in place of its group norm. Heads are split over the tensor group.
+Source: Sun et al. 2023, "Retentive Network: A Successor to Transformer for Large Language Models", section 2.3. The norm is RMSNorm
+instead of the paper's group norm, as in flash-linear-attention's layer, with which GSA's paper compares. Heads are split over the
+tensor group.
+
+Shapes: B batch, T time, M d_model, H this rank's heads, V d_value.
 """
 
 import torch

@@ -1,6 +1,8 @@
-"""The gated MLP: down(silu(gate(x)) * up(x)). It has no recurrence.
+"""The gated MLP (SwiGLU): down(silu(gate(x)) * up(x)). It has no recurrence.
 
-Source: Shazeer, "GLU variants improve Transformer", equation 6. Hidden features are split over the tensor group.
+Source: Shazeer 2020, "GLU Variants Improve Transformer", equation 6. Hidden features are split over the tensor group.
+
+Shapes: B batch, T time, M d_model.
 """
 
 from torch import Tensor
@@ -27,7 +29,7 @@ class SwiGLU(Mixer, settings=SwiGLUConfig):
     ) -> tuple[Tensor, State]:
         gate, up = self.in_proj(x_BTM, self.in_proj.local_splits)
         product = gated(up, gate)
-        # on a CPU the gate saves copies of its inputs, so that discarding its result would save nothing
+        # on a CPU the gate saves copies of its inputs, so discarding its output would save no memory
         with recompute_in_backward(self.context.selective_recompute and on_gpu(product)) as discard:
             discard(product, lambda: gated(up, gate))
             return self.out_proj(product), {}
