@@ -1,1 +1,1 @@
-"""Turning a run into SLURM jobs and keeping it alive across them. The script, what it asks, and the agents on the nodes."""
+"""Runs as SLURM jobs: the job script, the decisions after each attempt, preflight checks, and the agents on the nodes."""

@@ -1,13 +1,14 @@
-"""One node's part of an attempt: `python -m baton.slurm.agent RUN/attempts/NNNN`, once on each node, started by srun.
+"""The agent of one node in an attempt: srun starts `python -m baton.slurm.agent RUN/attempts/NNNN` once on each node.
 
-It starts the node's ranks, hands signals on, watches for signs of life, and ends all ranks together. The one thing to know: agents
-speak through files in the attempt's folder and never wait for one another, so none of them can hang because another one does.
+It starts the node's ranks, forwards signals to them, monitors heartbeats of ranks and nodes, and ends all ranks together. Agents
+communicate by files in the attempt's folder and have no blocking calls to each other, so a hanging agent cannot make others hang:
 
-    nodes/NAME       a sign of life, every other second: {count, time, ranks: {rank: beat}}
-    nodes/NAME.end   how it ended: {status, reason, time, told, suspects, dead, ranks: {rank: status}}
-    rendezvous.json  where rank 0 is to be met
-    stacks/rank-N    what each rank was doing when one of them hung
-    ending           somebody's verdict: everybody dumps stacks if it says so, and ends
+    nodes/NAME       heartbeat of a node, written every two seconds: {count, time, ranks: {rank: beat}, stopped: [rank]}
+    nodes/NAME.end   how the node's ranks ended: {status, reason, time, told, ranks: {rank: exit code}}
+    rendezvous.json  address and port of rank 0
+    stacks/rank-N    stack traces of each rank, written when a rank hangs
+    ending           the verdict that ends the attempt, written by one agent: {status, reason, node, time, suspects, dead, stacks}.
+                     Every agent dumps stacks if it says so, and ends its ranks
 """
 
 import contextlib
@@ -30,16 +31,17 @@ from baton.slurm.liveness import Nodes
 from baton.slurm.run_files import cluster_of, node_name, nodes_of
 
 BEAT_S = 2.0
+"""Seconds between two heartbeats of a node."""
 
 MEETING_S = 120.0
-"""For rank 0's node to say where it is to be met."""
+"""Seconds to wait until rank 0's node has published its address."""
 
 BUSY_S = 60.0
-"""How long the first node waits for another process to give up the run; other nodes wait MEETING_S, which is more."""
+"""Seconds that the first node waits for another process to release the run. The other nodes wait longer, for MEETING_S."""
 
 
 class Agent:
-    """attempt: the folder; its configuration and nodes.txt say what this node is to do."""
+    """Starts and watches the ranks of one node. attempt: the attempt's folder, with config.yaml and nodes.txt."""
 
     def __init__(self, attempt: Path) -> None:
         self.attempt, self.run = attempt, attempt.parent.parent
@@ -58,7 +60,7 @@ class Agent:
         self.beat_due, self.count_of_beats = 0.0, 0
 
     def work(self) -> int:
-        """Until the node's ranks have ended; returns the status for srun."""
+        """Runs until the node's ranks have ended. Returns the exit code for srun."""
         for folder in ("nodes", "stacks"):
             (self.attempt / folder).mkdir(exist_ok=True)
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
@@ -73,14 +75,14 @@ class Agent:
             self.watch.close()
         self._say_end(status, reason)
         print(f"{self.name}: {reason}", flush=True)
-        # srun kills the other agents when one ends badly; those that were told to stop as well must be let finish
+        # srun kills the other agents when one returns non-zero, but agents that were told to stop must be able to finish
         return 0 if status == Exit.STOPPED else int(status)
 
     def _start(self) -> tuple[Exit, str] | None:
-        """Start the ranks; a verdict where they have nobody to meet."""
+        """Starts the ranks. Returns a verdict if rank 0's node has not published its address."""
         if (met := self._meet()) is None:
             first = self.nodes[0]
-            return self._end_all(Exit.NODE_LOST, f"node {first} did not say within {MEETING_S:.0f} s where to meet it", dead=first)
+            return self._end_all(Exit.NODE_LOST, f"node {first} did not publish its address within {MEETING_S:.0f} s", dead=first)
         address, port, listener = met
         world = self.config.layout.world_size
         environment = rank_environment(address, port, world, self.count) | self.watch.environment
@@ -90,7 +92,7 @@ class Agent:
         return None
 
     def _meet(self) -> tuple[str, int, socket.socket | None] | None:
-        """Where rank 0 is met: its node takes a free port, keeps it, and says which."""
+        """Address and port of rank 0 and, on its node, the listening socket that reserves the port; None: not published in time."""
         where, slurm = self.attempt / "rendezvous.json", self.cluster.slurm
         assert slurm is not None
         if self.index == 0:
@@ -141,7 +143,7 @@ class Agent:
             tell(self.ranks, signal.SIGTERM)
 
     def _ended(self) -> tuple[Exit, str] | None:
-        """What the ranks that have ended say; None: the others may go on."""
+        """The verdict of ranks that have ended; None: the others continue."""
         failed = {rank: p.returncode for rank, p in zip(self._numbers(), self.ranks) if p.returncode not in (None, 0)}
         if any(status != STOPPED for status in failed.values()):
             return self._failed()
@@ -158,7 +160,7 @@ class Agent:
                 time.sleep(0.05)
         failed = {rank: p.returncode for rank, p in zip(self._numbers(), self.ranks) if p.poll() not in (None, 0, STOPPED)}
         if all(code > 0 and misses_others(log_of(self.attempt, rank)) for rank, code in failed.items()):
-            # a connection that broke is what the others' end looks like from here; whoever saw that knows more
+            # these ranks only lost a connection, because ranks elsewhere ended first; their agent knows the cause
             deadline = time.monotonic() + self.config.jobs.node_timeout_s + 2 * BEAT_S
             while (now := time.monotonic()) < deadline:
                 if (verdict := self._verdict()) is not None:
@@ -168,7 +170,7 @@ class Agent:
                 self._beat(now)
                 time.sleep(LOOK_S)
         status, sentence = report(failed, self.attempt, self._numbers())
-        # a rank that was killed, or died of a signal, may be its node's doing; one that raised is not
+        # a signal (a crash, the OOM killer) may be the node's fault; an exception is not
         suspects = [self.name] if any(code < 0 for code in failed.values()) else []
         return self._end_all(Exit(status), sentence, suspects=suspects)
 
@@ -187,7 +189,7 @@ class Agent:
     def _end_all(
         self, status: Exit, reason: str, *, suspects: list[str] | None = None, dead: str | None = None, stacks: bool = False
     ) -> tuple[Exit, str]:
-        """This agent's verdict, for all to read. The first one counts."""
+        """Publishes this agent's verdict unless another agent has published one, and returns the published one."""
         verdict = {"status": int(status), "reason": reason, "node": self.name, "time": time.time(), "suspects": suspects or [],
                    "dead": [dead] if dead else [], "stacks": stacks}  # fmt: skip
         aside = self.attempt / f".ending-{self.name}"
@@ -198,7 +200,7 @@ class Agent:
         return self._verdict() or (status, reason)
 
     def _verdict(self) -> tuple[Exit, str] | None:
-        """Somebody's, if there is one; stacks are dumped first if it asks for them."""
+        """The published verdict, if any. Dumps the ranks' stacks first if the verdict asks for them."""
         try:
             verdict = json.loads((self.attempt / "ending").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -208,7 +210,7 @@ class Agent:
         return Exit(verdict["status"]), verdict["reason"]
 
     def _beat(self, now: float) -> None:
-        """This node's sign of life, when it is due."""
+        """Writes this node's heartbeat if it is due."""
         if now < self.beat_due:
             return
         self.beat_due, self.count_of_beats = now + BEAT_S, self.count_of_beats + 1
@@ -228,7 +230,7 @@ class Agent:
 
 
 def _address(interface: str | None) -> str | None:
-    """This node's IPv4 address on a network interface; None: by its name. Raises ConfigError where there is no such interface."""
+    """This node's IPv4 address on a network interface; None without one. Raises ConfigError if the interface has no address."""
     if interface is None:
         return None
     import psutil

@@ -1,6 +1,6 @@
-"""What preflight measures with torch: matrix products, copies, and all-reduces in a node and across nodes.
+"""Preflight measurements with torch: matmuls, copies, and all-reduces within a node and between nodes.
 
-The one thing to know: a GPU is judged by the cluster file's rates; a CPU is only measured, because nobody knows what else it does.
+GPUs must reach a share of the cluster file's rates. CPU nodes are only measured, because other processes may be using them.
 """
 
 import datetime
@@ -20,7 +20,8 @@ from baton.slurm.errors import UnfitNode
 
 
 def of_node(cluster: Cluster, measured: dict[str, Any]) -> None:
-    """Each GPU's matrix products and copies, and the node's own all-reduce; of a CPU node, its matrix products."""
+    """Measures each GPU's matmuls and copies and the node's all-reduce; on a CPU node, a matmul. Raises UnfitNode below the
+    limits."""
     torch.set_num_threads(1)
     slurm = cluster.slurm
     assert slurm is not None
@@ -47,7 +48,7 @@ def of_node(cluster: Cluster, measured: dict[str, Any]) -> None:
 
 
 def _best(work: Callable[[], object], device: torch.device | None, repeats: int) -> float:
-    """Seconds of the quickest of several, after one that warms up."""
+    """Minimum time of `repeats` calls in seconds, after one warm-up call."""
 
     def finish() -> None:
         if device is not None and device.type == "cuda":
@@ -64,12 +65,13 @@ def _best(work: Callable[[], object], device: torch.device | None, repeats: int)
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, *, repeats: int) -> float:
+    """Rate of a matmul of two [size, size] matrices in TFLOP/s."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / _best(lambda: torch.mm(a, b), device, repeats) / 1e12
 
 
 def copy_gb_s(device: torch.device) -> float:
-    """The slower one of the two ways, pinned, 256 MiB."""
+    """Rate of copies of 256 MiB between pinned host memory and the device in GB/s; the slower direction."""
     host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
     ways = (lambda: there.copy_(host, non_blocking=True), lambda: host.copy_(there, non_blocking=True))
@@ -77,7 +79,8 @@ def copy_gb_s(device: torch.device) -> float:
 
 
 def in_node_gb_s(devices: list[torch.device]) -> float:
-    """What each GPU sends per second in an all-reduce of 256 MiB: 2 (n - 1) / n of its bytes, as a ring does."""
+    """Bandwidth per GPU of an all-reduce of 256 MiB over n GPUs in GB/s, where each sends 2 (n - 1) / n of the bytes, as in a
+    ring."""
     tensors = [torch.zeros(64 << 20, device=device) for device in devices]
 
     def work() -> None:
@@ -93,7 +96,13 @@ def _sent(tensor: torch.Tensor, members: int) -> float:
 
 
 class Meeting:
-    """The nodes that came through their own checks. attempt: where they say so; patience: seconds to wait for those that do not."""
+    """The nodes that passed their own checks, which they announce by files in the attempt's folder.
+
+    attempt: the attempt's folder.
+    nodes: the job's nodes.
+    own: this node.
+    patience: seconds to wait for nodes that have not announced themselves.
+    """
 
     def __init__(self, attempt: Path, nodes: list[str], own: str, patience: float) -> None:
         self.folder, self.own, self.patience = attempt / "preflight", own, patience
@@ -102,7 +111,8 @@ class Meeting:
         self.members = self._agree(nodes, own)
 
     def _agree(self, nodes: list[str], own: str) -> list[str]:
-        """The first node that is here decides who is; the others wait for its word, and for longer: it may have come later."""
+        """The first node that has announced itself writes the list of members; the others wait for it, twice as long, because it
+        may have announced itself later than they have."""
         list_file, began = self.folder / "members.json", time.monotonic()
         while not list_file.exists():
             here = [node for node in nodes if (self.folder / f"{node}.here").exists()]
@@ -110,16 +120,16 @@ class Meeting:
             if here[0] == own and (len(here) == len(nodes) or waited > self.patience):
                 write_whole(list_file, json.dumps(here))
             elif waited > 2 * self.patience:
-                raise UnfitNode(f"{here[0]} came through its checks, and then said nothing more")
+                raise UnfitNode(f"{here[0]} passed its own checks, and then did not respond")
             time.sleep(0.1)
         members: list[str] = json.loads(list_file.read_text(encoding="utf-8"))
         if own not in members:
-            raise UnfitNode("came too late for the checks between nodes")
+            raise UnfitNode("was too late for the checks between nodes")
         return members
 
 
 def between_nodes(cluster: Cluster, met: Meeting, measured: dict[str, Any]) -> None:
-    """The clocks of the nodes side by side, and the all-reduce between them: one process, and one GPU, of each."""
+    """Compares the nodes' clocks and measures the all-reduce between nodes, with one process and one GPU per node."""
     slurm, own, members = cluster.slurm, met.members.index(met.own), met.members
     assert slurm is not None
     if len(members) == 1:
@@ -132,7 +142,7 @@ def between_nodes(cluster: Cluster, met: Meeting, measured: dict[str, Any]) -> N
     deadline = time.monotonic() + met.patience
     while not where.exists():
         if time.monotonic() > deadline:
-            raise UnfitNode(f"{members[0]} did not say where to meet it")
+            raise UnfitNode(f"{members[0]} did not publish its rendezvous port")
         time.sleep(0.1)
     port, timeout = json.loads(where.read_text(encoding="utf-8")), datetime.timedelta(seconds=met.patience)
     store = dist.TCPStore(members[0], port, len(members), is_master=own == 0, timeout=timeout,
@@ -141,7 +151,7 @@ def between_nodes(cluster: Cluster, met: Meeting, measured: dict[str, Any]) -> N
     backend = "nccl" if slurm.gpus else "gloo"
     dist.init_process_group(backend, store=store, rank=own, world_size=len(members), timeout=timeout)
     tensor = torch.zeros((64 << 20) if slurm.gpus else (1 << 20), device=device)
-    dist.all_reduce(tensor)  # connects; after it all are at the same point, up to a message's way
+    dist.all_reduce(tensor)  # connects all nodes, and synchronizes them up to a message's latency
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     clocks: list[Any] = [None] * len(members)
@@ -151,7 +161,7 @@ def between_nodes(cluster: Cluster, met: Meeting, measured: dict[str, Any]) -> N
     seconds = _best(lambda: dist.all_reduce(tensor), device, 3)
     measured["between_nodes_gb_s"] = rate = _sent(tensor, len(members)) / seconds / 1e9
     wanted = slurm.preflight.all_reduce_share * cluster.bandwidth_gb_s.between_nodes
-    # in a ring all are as slow as the slowest link, so that nobody can be blamed for it: it is said, not judged
+    # reported only: in a ring all nodes are as slow as the slowest link, so the slow node is not known
     if slurm.gpus and rate < wanted:
         measured["slow"] = f"the nodes all-reduce at {rate:.1f} GB/s, and should at {wanted:.1f}"
     dist.barrier()

@@ -1,4 +1,4 @@
-"""SLURM's own commands, asked in formats that old and new versions share. Nothing here waits for long or retries for ever."""
+"""Calls of SLURM's commands, with output formats that old and new versions support. All have timeouts and few retries."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.jobs_config import SlurmConfig
 
 PATIENCE_S = 30.0
-"""For one command; slurmctld may be busy or restarting."""
+"""Timeout of one command in seconds; slurmctld may be busy or restarting."""
 
 _TRIES = 3
 
@@ -21,38 +21,40 @@ KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
 _OPTIONS = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SINFO|SCANCEL|SCONTROL|SACCT|SACCTMGR)_")
 
 _LEFT_OPEN = {"SBATCH_PARTITION": "partition", "SBATCH_ACCOUNT": "account", "SBATCH_QOS": "qos"}
-"""A user's or a site's own defaults, and the field of the cluster file that takes their place where it is set."""
+"""Defaults of a user or a site, with the setting of the cluster file that overrides each."""
 
 _AWAY = ("Unable to contact", "imed out", "Connection refused", "not responding", "emporarily unavailable")
-"""What commands say when slurmctld does not answer."""
+"""Parts of error messages that mean that slurmctld does not respond."""
 
 
 class SlurmError(ConfigError):
-    """A command of SLURM's that failed; the message holds what it said."""
+    """A command of SLURM failed; the message includes its output."""
 
 
 class SlurmAwayError(SlurmError):
-    """SLURM's controller does not answer, which passes: the same command works later. (75: sysexits' "try again later")"""
+    """SLURM's controller does not respond. This is temporary, so exit_status is 75 (sysexits' EX_TEMPFAIL)."""
 
     exit_status = 75
 
 
 def environment(slurm: SlurmConfig | None = None) -> dict[str, str]:
-    """This process's environment for SLURM's commands, without variables that are options of theirs or describe the allocation that
-    this shell is in: they would reach the job, and take the place of what its script says. slurm: of the cluster file; what it
-    leaves open (partition, account, qos) stays as SBATCH_* has it."""
+    """The environment for SLURM's commands: this process's, without variables that set options of SLURM's commands or describe the
+    current allocation. They would override the options of the job script.
+
+    slurm: settings of the cluster file. For partition, account and qos that are not set there, the SBATCH_* variables are kept.
+    """
     kept = {*KEPT, *(name for name, field in _LEFT_OPEN.items() if slurm is not None and getattr(slurm, field) is None)}
     return {name: value for name, value in os.environ.items() if name in kept or not _OPTIONS.match(name)}
 
 
 def dropped(slurm: SlurmConfig) -> list[str]:
-    """What a user may miss of it: options for sbatch that are not handed on, as NAME=value."""
+    """SBATCH_* variables that `environment` leaves out, as NAME=value, for a note to the user."""
     kept = environment(slurm)
     return [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("SBATCH_") and name not in kept]
 
 
 def require() -> None:
-    """Refuse a machine without SLURM's commands. Raises SlurmError."""
+    """Raises SlurmError on a machine without SLURM's commands."""
     missing = [name for name in ("sbatch", "squeue", "scontrol", "sinfo", "scancel") if shutil.which(name) is None]
     if missing:
         raise SlurmError(
@@ -61,8 +63,11 @@ def require() -> None:
 
 
 def ask(*words: str, tries: int = _TRIES, slurm: SlurmConfig | None = None) -> str:
-    """A command's output. slurm: of the cluster file, for sbatch (see `environment`). Raises SlurmError with what the command said;
-    SlurmAwayError, after a few tries, where slurmctld does not answer."""
+    """Runs a command and returns its output.
+
+    slurm: settings of the cluster file, for sbatch (see `environment`). Raises SlurmError with the command's error message, and
+    SlurmAwayError if slurmctld does not respond in `tries` tries.
+    """
     away = True
     for number in range(tries):
         try:
@@ -88,7 +93,7 @@ def ask(*words: str, tries: int = _TRIES, slurm: SlurmConfig | None = None) -> s
 
 
 def jobs(name: str, tries: int = _TRIES) -> list[dict[str, str]]:
-    """The user's jobs of this name that wait or run: {id, state, reason, nodes, left, start}. Raises as `ask` does."""
+    """The user's pending and running jobs of this name: {id, state, reason, nodes, left, start}. Raises as `ask`."""
     fields = {"id": "%i", "state": "%T", "reason": "%R", "nodes": "%D", "left": "%L", "start": "%S"}
     out = ask("squeue", "-h", "--me", "--name", name, "-o", "|".join(fields.values()), tries=tries)
     return [dict(zip(fields, line.split("|"), strict=True)) for line in out.splitlines() if "|" in line]

@@ -1,6 +1,6 @@
-"""The layout of an attempt, from the number of nodes that a job got: tensor, pipeline and sequence stay, data follows.
+"""Fits the layout of an attempt to the number of nodes that a job got, by changing layout.data only.
 
-The one thing to know: the global batch never changes, so only numbers of data ranks that divide it are taken; what is over idles.
+The global batch stays the same, so the number of data ranks must divide it. Nodes that are left over are not used.
 """
 
 from baton.launcher.config import RunConfig
@@ -9,7 +9,7 @@ from baton.parallel.config import divisors
 
 
 def nodes_for(config: RunConfig, ranks_per_node: int) -> int:
-    """Nodes that the configuration's layout fills. Raises ConfigError where ranks are left over."""
+    """Number of nodes that the configuration's layout needs. Raises ConfigError if its ranks do not fill whole nodes."""
     world = config.layout.world_size
     if world <= ranks_per_node:
         return 1
@@ -22,7 +22,7 @@ def nodes_for(config: RunConfig, ranks_per_node: int) -> int:
 
 
 def fitted(config: RunConfig, nodes: int, ranks_per_node: int) -> tuple[RunConfig, int]:
-    """The configuration for a job of `nodes` nodes, and how many of them it uses. Raises ConfigError where there is none."""
+    """The configuration for a job of `nodes` nodes, and how many of them it uses. Raises ConfigError if no layout.data fits."""
     wanted = nodes_for(config, ranks_per_node)
     if nodes == wanted or (nodes > wanted and config.jobs.elastic == "none"):
         return config, wanted
@@ -50,6 +50,6 @@ def fitted(config: RunConfig, nodes: int, ranks_per_node: int) -> tuple[RunConfi
 
 
 def _micro_batches(config: RunConfig, data: int) -> list[int]:
-    """Sizes to try: the run's own, then smaller ones; a larger one might not fit into memory."""
+    """Micro-batch sizes to try: the configured one, then smaller ones. A larger one might not fit in memory."""
     own, of_rank = config.training.micro_batch_size, config.training.sequences_per_step // data
     return [own, *(n for n in reversed(divisors(of_rank)) if n < own)] if of_rank else []

@@ -2,4 +2,4 @@
 
 
 class UnfitNode(Exception):  # noqa: N818 (a result of the checks, not an error of the program)
-    """A node that must not be used, and why."""
+    """A node must not be used; the message is the reason."""

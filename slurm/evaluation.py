@@ -1,6 +1,7 @@
-"""A small job of its own for each new checkpoint: training never waits for an evaluation, and one that fails costs only itself.
+"""The script of evaluation jobs (jobs.evaluate), one job per new checkpoint, so that training does not wait for evaluations.
 
-The job's script submits them (script.EVALUATE): in a container there may be no sbatch."""
+The job script submits them (script.EVALUATE), because a container may not have sbatch.
+"""
 
 import shlex
 from pathlib import Path

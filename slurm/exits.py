@@ -1,10 +1,10 @@
-"""The exit codes of a job and of the processes in it: what happened, and what is done about it. docs/slurm.md shows this table."""
+"""Exit codes of jobs and of the processes in them, with their meaning and consequence. docs/slurm.md shows this table."""
 
 from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Codes of steps and jobs. Those from 74 on are Baton's own; 128 + n is signal n, as everywhere."""
+    """Exit codes of job steps and jobs. Codes from 74 on are Baton's; as usual, 128 + n is signal n."""
 
     DONE = 0
     FAILED = 1
@@ -46,4 +46,4 @@ MEANING = {
     Exit.NOT_STARTED: ("srun could not start the checks or the agents; its words are in the reason", "tried again in the next job"),
     Exit.BUSY: ("another process holds the run directory; the reason names it", "tried again in the next job, without limit"),
 }
-"""What each code means, and what is done then."""
+"""For each code: what happened, and what follows."""

@@ -1,4 +1,4 @@
-"""Telling the outside what becomes of a run: a command, or a URL that is sent JSON. A hook that fails changes nothing."""
+"""Notification hooks: a shell command, or a URL that receives JSON. A failing hook is reported and has no other effect."""
 
 import json
 import os
@@ -12,7 +12,7 @@ PATIENCE_S = 20.0
 
 
 def tell(hook: str | None, event: str, run: Path, attempt: str, text: str) -> None:
-    """event: start, failure or finish."""
+    """Calls a hook, if there is one. event: start, failure or finish."""
     if hook is None:
         return
     told = {"event": event, "run": str(run), "attempt": attempt, "text": text}

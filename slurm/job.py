@@ -1,8 +1,11 @@
-"""What a job's script asks: `python -m baton.slurm.job begin RUN | judge ATTEMPT | after ATTEMPT CODE TIME_IS_UP | refused RUN`.
+"""Commands of the job script: `python -m baton.slurm.job begin RUN | judge ATTEMPT | after ATTEMPT CODE TIME_IS_UP | refused RUN`.
 
-begin makes the folder of an attempt and prints it; judge takes the nodes that passed preflight; after says, by its exit code, what
-is to be done next (see script.py). The one thing to know: any of them may never have run for the attempt before, because its node
-died; so begin first writes down how that one ended.
+- begin creates an attempt's folder and prints its path.
+- judge selects the nodes that passed preflight.
+- after records how the attempt ended, and says by its exit code what the script does next (see script.py).
+- refused records that SLURM accepted no further job.
+
+A node may die before `after` has run. begin therefore first records the end of the previous attempt if that is missing.
 """
 
 import os
@@ -26,26 +29,27 @@ from baton.slurm.script import NEXT_JOB, OTHER_NODES
 from baton.training.monitoring import time_ledger
 
 LOCK_S = 120.0
-"""How long another process may hold the run before this job gives way to it: on some file systems locks outlive their node."""
+"""Seconds to wait for another process that holds the run, because on some file systems locks outlive their node."""
 
 FILES_TRIES, FILES_PAUSE_S = 60, 30.0
-"""How often `begin` is tried while the run directory cannot be read or written, and the seconds between two tries: half an hour, as
-long as a job waits for SLURM's controller."""
+"""Number of tries of `begin` while the run directory cannot be read or written, and the seconds between two tries. Together half an
+hour, as long as the script waits for SLURM's controller."""
 
 DOWN = frozenset({"down", "fail", "failing", "error", "inval"})
-"""States of sinfo's %T in which a node does not come back by itself."""
+"""States of sinfo's %T in which a node does not recover by itself."""
 
 LEAVING = frozenset({"drained", "draining", "drain"})
-"""States in which an administrator lets no new work onto a node; a new attempt is new work."""
+"""States in which an administrator admits no new work to a node, which a new attempt would be."""
 
 
 def say(text: str) -> None:
-    """Into the job's output. Standard output is the script's: the folder of an attempt, and nothing else."""
+    """Prints to stderr, the job's output. The script reads the attempt's folder from stdout, so nothing else may be printed
+    there."""
     print(text, file=sys.stderr, flush=True)
 
 
 def begin(run: Path) -> int:
-    """Make the next attempt's folder and print it; else a code for the script."""
+    """Creates the next attempt's folder and prints its path. Returns 0, or the script's code if there is no attempt."""
     config = read_config(run / "config.yaml")
     rows = time_ledger.read_rows(run)
     try:
@@ -61,7 +65,7 @@ def begin(run: Path) -> int:
         decision = _close(unclosed, None, allocated, time_is_up=False)
         if not decision.goes_on:
             return _over(run, decision)
-        # SLURM queued it again by itself, at once
+        # SLURM requeued the job by itself
         time_ledger.append_row(run, "submitted", job=os.environ["SLURM_JOB_ID"], by="slurm", time=outcome_time(unclosed))
     elif (run / "stop").exists():
         return _over(run, Decision(Exit.STOPPED, "the run is stopped, as asked"))
@@ -85,13 +89,14 @@ def begin(run: Path) -> int:
 
 
 def _give_way(busy: BusyError, rows: ROWS) -> int:
-    """To another job of this run for good; to any other process until the next job. A code for the script."""
+    """The script's code if another process holds the run: end for good if it is another job of this run, else try in the next
+    job."""
     others = {row.get("job") for row in rows if row["kind"] == "attempt"} - {None, os.environ.get("SLURM_JOB_ID")}
     return Exit.SUPERSEDED if busy.job in others else NEXT_JOB
 
 
 def _make(config: RunConfig, run: Path, usable: list[str], most: int) -> Path:
-    """The folder, for as many of the nodes as the layout's rule takes; the others are there in case these are bad."""
+    """Creates the attempt's folder for as many nodes as the layout uses. The other nodes are spares."""
     cluster = cluster_of(run)
     fitting, count = fitted(config, min(len(usable), most), cluster.ranks_per_node)
     job = os.environ["SLURM_JOB_ID"]
@@ -106,7 +111,8 @@ def _make(config: RunConfig, run: Path, usable: list[str], most: int) -> Path:
 
 
 def judge(attempt: Path) -> int:
-    """Take the nodes that passed; those that did not are excluded. Writes nodes.txt, and the layout that fits them."""
+    """Selects nodes that passed preflight and excludes those that did not. Writes nodes.txt, and config.yaml with a layout that
+    fits. Returns the script's code."""
     run, allocated = attempt.parent.parent, nodes_of(attempt, "allocated.txt")
     found = results(attempt, allocated)
     if not any((attempt / "preflight" / f"{node}.here").exists() for node in allocated) and not _answers(attempt):
@@ -130,7 +136,7 @@ def judge(attempt: Path) -> int:
 
 
 def after(attempt: Path, code: int, time_is_up: bool) -> int:
-    """Write down how the attempt ended; the code for the script."""
+    """Records how the attempt ended. code: srun's exit code. Returns the script's code."""
     run = attempt.parent.parent
     decision = _close(attempt, code, nodes_of(attempt, "allocated.txt"), time_is_up=time_is_up)
     if not decision.goes_on:
@@ -141,14 +147,15 @@ def after(attempt: Path, code: int, time_is_up: bool) -> int:
 
 
 def refused(run: Path) -> int:
-    """SLURM takes no further job."""
+    """Records that SLURM accepted no further job. Returns the script's code."""
     bad = ", ".join(policy.excluded(time_ledger.read_rows(run)))
     without = f" without {bad}: repair them and `baton readmit` them" if bad else "; what it said is above"
     return _over(run, Decision(Exit.NO_JOB, f"the run is stopped: SLURM takes no job{without}"))
 
 
 def _close(attempt: Path, code: int | None, allocated: list[str], *, time_is_up: bool) -> Decision:
-    """The attempt's end into the ledger, its bad nodes onto the list, and what follows. code: srun's; None: it was never seen."""
+    """Records the attempt's end, excludes bad nodes and decides what follows. code: srun's exit code; None: unknown, because the
+    script ended before."""
     run, config = attempt.parent.parent, read_config(attempt / "config.yaml")
     outcome = gather(attempt, code)
     if code is None and (dead := _down(nodes_of(attempt))):
@@ -178,14 +185,15 @@ def _close(attempt: Path, code: int | None, allocated: list[str], *, time_is_up:
 
 
 def outcome_time(attempt: Path) -> float:
-    """When an attempt whose end nobody saw was last seen alive: its newest file's time."""
+    """The last known time of an attempt whose end was not recorded: the modification time of its newest file or its last ledger
+    row, in seconds since the epoch."""
     files = [p.stat().st_mtime for p in (attempt, *attempt.rglob("*")) if not p.is_symlink()]
     rows = [row["time"] for row in time_ledger.read_rows(attempt.parent.parent) if row.get("attempt") == int(attempt.name)]
     return min(time.time(), max([*files, *rows]))
 
 
 def _over(run: Path, decision: Decision) -> int:
-    """Nobody starts the run again by itself."""
+    """Records that the run is not restarted automatically. Returns the script's code."""
     time_ledger.append_row(run, "stopped", status=decision.code, reason=decision.sentence)
     say(f"baton: {decision.sentence}")
     tell(read_config(run / "config.yaml").jobs.hooks.finish, "finish", run, f"{last_attempt(run):04d}", decision.sentence)
@@ -193,7 +201,7 @@ def _over(run: Path, decision: Decision) -> int:
 
 
 def _unclosed(run: Path, rows: ROWS) -> Path | None:
-    """The last attempt, if nobody wrote down its end."""
+    """The last attempt's folder if its end was not recorded; else None."""
     number = last_attempt(run)
     if not number or any(row["kind"] == "end" and row["attempt"] == number for row in rows):
         return None
@@ -202,7 +210,7 @@ def _unclosed(run: Path, rows: ROWS) -> Path | None:
 
 
 def _wanted(rows: ROWS) -> tuple[int, int]:
-    """Nodes that an attempt takes at least and at most, as submitted."""
+    """Minimum and maximum number of nodes for an attempt, as submitted."""
     least, most = next(row["nodes"] for row in reversed(rows) if row["kind"] == "submitted" and row.get("by") == "user")
     return least, most
 
@@ -217,12 +225,12 @@ def _exclude(run: Path, nodes: dict[str, str]) -> None:
 
 
 def _told(name: str) -> list[str]:
-    """What the script names, in SLURM's order: the first of the job's nodes runs the script."""
+    """A comma-separated list from the script's environment, in SLURM's order. The job's first node runs the script."""
     return [word for word in os.environ.get(name, "").split(",") if word]
 
 
 def _states() -> dict[str, str]:
-    """The state of each of the job's nodes, as sinfo's %T says it: a word, and "*" at its end where the node does not answer."""
+    """The state of each of the job's nodes in the format of sinfo's %T: a word, followed by "*" if the node does not respond."""
     return {node: state for word in _told("BATON_STATES") for node, _, state in [word.partition(" ")]}
 
 
@@ -232,24 +240,24 @@ def _in(states: frozenset[str], nodes: list[str]) -> list[str]:
 
 
 def _down(nodes: list[str]) -> list[str]:
-    """Those of the nodes that SLURM holds for down or failing, or that do not answer it."""
+    """The nodes that SLURM reports as down or failing, or that do not respond to it."""
     known = _states()
     return [node for node in nodes if node in _in(DOWN, nodes) or known.get(node, "").endswith("*")]
 
 
 def _leaving(nodes: list[str]) -> list[str]:
-    """Those of the nodes that are being drained. They are not excluded: SLURM gives them to no job until they are back."""
+    """The nodes that are being drained. They need not be excluded: SLURM allocates them to no job until they are back."""
     return _in(LEAVING, nodes)
 
 
 def _job_began() -> float | None:
-    """When SLURM started this job, seconds of the clock; None where this version does not say."""
+    """When SLURM started this job, in seconds since the epoch; None if this version of SLURM does not say."""
     began = os.environ.get("SLURM_JOB_START_TIME")
     return float(began) if began else None
 
 
 def _answers(attempt: Path) -> bool:
-    """Whether any node has answered in preflight."""
+    """Whether any node has printed a preflight result."""
     path = attempt / "preflight.jsonl"
     return path.exists() and any(line.startswith("{") for line in path.read_text(encoding="utf-8", errors="replace").splitlines())
 
@@ -271,13 +279,13 @@ def main(words: list[str]) -> int:
         if status is None:
             raise
         say(f"baton: {text}")
-        # the next job's begin writes down how the attempt ended
+        # begin in the next job records how the attempt ended
         return NEXT_JOB if words[:1] == ["after"] and status == Exit.STORAGE else status
 
 
 def _when_files_answer(work: Callable[[], int]) -> int:
-    """The result of `work`, which is tried again for FILES_TRIES * FILES_PAUSE_S seconds while files cannot be read or written: a
-    job that cannot begin an attempt would be the end of the run."""
+    """Returns work(), with retries for FILES_TRIES * FILES_PAUSE_S seconds while files cannot be read or written. Without them, one
+    outage of the file system at the start of a job would end the run."""
     for _ in range(FILES_TRIES - 1):
         try:
             return work()

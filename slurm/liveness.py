@@ -1,7 +1,7 @@
-"""Other nodes' signs of life: their agents write them into the attempt's folder. Ranks of this node: baton.launcher.liveness.
+"""Heartbeats of other nodes, which their agents write to the attempt's folder. For ranks of this node see baton.launcher.liveness.
 
-Lateness is measured by this node's own steady clock, as the time since something was last seen to change; clocks of other nodes and
-times of files are never compared with it.
+A heartbeat's age is measured with this node's monotonic clock, from the moment at which a change was last seen. Clocks of other
+nodes and modification times of files are not used, because they may differ.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ LOOK_S = 2.0
 
 
 class Nodes:
-    """The other nodes that this one looks at: the first node at all, all others at the first, so that a death is seen whoever it
-    befalls, and nobody reads more files than there are nodes."""
+    """The nodes that this node watches: the first node watches all others, and they watch the first. Thus any node's death is
+    noticed, and the number of files that are read grows only linearly with the number of nodes."""
 
     def __init__(self, attempt: Path, nodes: Sequence[str], own: int, lost_s: float) -> None:
         self._attempt, self._lost_s = attempt, lost_s
@@ -28,7 +28,7 @@ class Nodes:
         self._due = now
 
     def lost(self, now: float) -> str | None:
-        """A node that has given no sign of life for too long, and has not ended by itself."""
+        """A watched node whose heartbeat is too old and that has not ended by itself; None: there is none."""
         if now < self._due:
             return None
         self._due = now + LOOK_S
@@ -41,7 +41,7 @@ class Nodes:
         return None
 
     def beats(self) -> tuple[dict[int, Beat], list[int]]:
-        """The last known signs of life of the ranks on those nodes, and which of these are stopped by a signal."""
+        """The last known beats of the watched nodes' ranks, and the ranks that are stopped by a signal."""
         found, stopped = {}, []
         for node in self._watched:
             alive = _read(self._attempt / "nodes" / node)

@@ -1,4 +1,4 @@
-"""`baton logs`: a rank's log over all attempts, and as it grows. Logs are never cut, so nothing is shown twice."""
+"""`baton logs`: prints a rank's log over all attempts, and follows it. Logs are never truncated, so no line is printed twice."""
 
 import sys
 import time
@@ -13,7 +13,8 @@ LOOK_S = 0.5
 
 
 def show(run: Path, rank: int, attempt: int | None, *, follow: bool) -> None:
-    """Print it. attempt: of this one alone; None: of all, each under a heading. follow: until the run is over."""
+    """Prints a rank's log. attempt: one attempt; None: all attempts, each with a heading. follow: wait for new lines until the run
+    is over. Raises ConfigError if there is no such attempt or rank."""
     if not last_attempt(run):
         raise ConfigError(f"{run}: no attempt has begun; is this a run directory?")
     numbers = iter([attempt] if attempt is not None else range(1, 1 << 30))
@@ -31,7 +32,7 @@ def show(run: Path, rank: int, attempt: int | None, *, follow: bool) -> None:
 
 
 def _print(run: Path, log: Path, number: int, *, follow: bool) -> None:
-    """One attempt's."""
+    """Prints the log of one attempt."""
     while follow and not log.exists() and not _has_ended(run, number):
         time.sleep(LOOK_S)
     if not log.exists():
@@ -57,6 +58,6 @@ def _has_ended(run: Path, number: int) -> bool:
 
 
 def _is_over(run: Path) -> bool:
-    """Whether nobody starts the run again by itself."""
+    """Whether the run is not restarted automatically."""
     rows = [row["kind"] for row in time_ledger.read_rows(run)]
     return not rows or rows[-1] in ("stopped", "end")

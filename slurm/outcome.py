@@ -1,4 +1,4 @@
-"""How an attempt ended, from what its agents left: the first thing that went wrong, not what went wrong because of it."""
+"""Determines how an attempt ended from the files that its agents wrote: the first failure, not those that it caused."""
 
 import json
 import os
@@ -11,11 +11,11 @@ from baton.slurm.policy import Outcome
 from baton.slurm.run_files import nodes_of
 
 BEGINS = "attempt {} begins on "
-"""The line of the job's output after which an attempt's own lines follow."""
+"""The line of the job's output with which an attempt starts."""
 
 
 def gather(attempt: Path, code: int | None) -> Outcome:
-    """code: srun's; None: nobody saw it."""
+    """The outcome of an attempt. code: srun's exit code; None: unknown, because the script ended before."""
     if (verdict := _read(attempt / "ending")) is not None:
         return Outcome(Exit(verdict["status"]), verdict["reason"], tuple(verdict["dead"]), tuple(verdict["suspects"]))
     if code in (Exit.PREFLIGHT, Exit.BAD_INPUT, Exit.STORAGE):
@@ -34,7 +34,7 @@ def gather(attempt: Path, code: int | None) -> Outcome:
     if not began:
         return Outcome(Exit.FAILED if code else Exit.STOPPED, f"no rank was started{_how(code)}")
     if code is None or all(end["told"] for end in ends.values()):
-        # the whole job was ended, by SLURM or with its first node
+        # the whole job ended: SLURM ended it, or its first node died
         return Outcome(Exit.STOPPED, f"the job was ended before {', '.join(silent)} could say how its ranks did")
     return Outcome(Exit.FAILED, f"the agent on {', '.join(silent)} died{_how(code)}", suspects=tuple(silent))
 
@@ -46,7 +46,7 @@ def _how(code: int | None) -> str:
 
 
 def said_by_srun(attempt: Path) -> str:
-    """The first complaint of srun in this job's output since the attempt began."""
+    """The first error message of srun in this job's output since the attempt started."""
     output = attempt.parent / f"slurm-{os.environ.get('SLURM_JOB_ID')}.out"
     try:
         text = output.read_text(encoding="utf-8", errors="replace")
@@ -58,7 +58,7 @@ def said_by_srun(attempt: Path) -> str:
 
 
 def _said(attempt: Path) -> str | None:
-    """What preflight found, in one line."""
+    """The nodes that failed preflight and why, in one line; None: none failed."""
     path = attempt / "preflight.jsonl"
     if not path.exists():
         return None

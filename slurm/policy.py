@@ -1,7 +1,7 @@
-"""What is done after an attempt: a pure function of the ledger and of what happened, so that it can be tried on any history.
+"""Decides what follows an attempt: another attempt in this job, in another job, on other nodes, or none.
 
-The one thing to know: a run is only started again by itself if that can help. Bad input never does, and neither does a third start
-that makes no new step, however it ended; a node that dies is nobody's fault but the node's.
+`decide` is a pure function of the time ledger's rows, so tests can check it on any history. A run is restarted only if that can
+help: not after bad input, and not after several attempts without a new step. Hardware failures do not count against the run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,21 +15,28 @@ from baton.slurm.script import AGAIN, NEXT_JOB, OTHER_NODES
 ROWS = list[dict[str, Any]]
 
 OF_HARDWARE = (Exit.NODE_LOST, Exit.PREFLIGHT)
-"""Failures that say nothing about the run."""
+"""Failures of hardware, which do not count as failures of the run."""
 
 WELL = (Exit.DONE, Exit.STOPPED)
+"""Statuses that are not failures."""
 
 UNSEEN_PATIENCE = 4
-"""Attempts that SLURM ended with their job (preemption, requeue, scancel) are this many times as many before the run is stopped: a
-busy queue may preempt a job several times before its first step."""
+"""Factor of jobs.max_failures_without_progress for attempts that SLURM ended together with their job (preemption, requeue,
+scancel). It is larger than 1 because a busy queue may preempt a job several times before its first step."""
 
 CHECKED_PATIENCE = 2
-"""The same for attempts of which no node passed preflight: two of them may have had bad nodes."""
+"""Factor of jobs.max_failures_without_progress for attempts in which no node passed preflight."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended. dead: nodes not to be used again; suspects: nodes whose ranks crashed or hung."""
+    """How an attempt ended.
+
+    status: the exit code.
+    reason: one sentence for people.
+    dead: nodes to exclude at once.
+    suspects: nodes whose ranks crashed or hung, which count towards jobs.max_node_failures.
+    """
 
     status: Exit
     reason: str
@@ -39,7 +46,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decision:
-    """code: for the script (AGAIN, NEXT_JOB, OTHER_NODES, or the job's exit code). sentence: why, for people."""
+    """What follows an attempt.
+
+    code: for the job script: AGAIN, NEXT_JOB, OTHER_NODES, or the job's exit code.
+    sentence: the reason, for people.
+    """
 
     code: int
     sentence: str
@@ -50,13 +61,13 @@ class Decision:
 
 
 def since_submitted(rows: ROWS) -> ROWS:
-    """The rows since somebody last ran `baton submit`: that forgives what was before."""
+    """The rows since a user last ran `baton submit`. Earlier failures do not count."""
     first = max((n for n, row in enumerate(rows) if row["kind"] == "submitted" and row.get("by") == "user"), default=0)
     return rows[first:]
 
 
 def excluded(rows: ROWS) -> list[str]:
-    """Nodes not to be used, as the ledger knows them, oldest first."""
+    """Nodes that are excluded according to the ledger, oldest first."""
     nodes: list[str] = []
     for row in rows:
         if row["kind"] == "excluded":
@@ -67,7 +78,7 @@ def excluded(rows: ROWS) -> list[str]:
 
 
 def struck_out(rows: ROWS, outcome: Outcome, max_node_failures: int) -> dict[str, str]:
-    """Nodes that are excluded because of this attempt, and why. rows: with this attempt's end."""
+    """Nodes to exclude because of this attempt, with the reasons. rows: the ledger's, including this attempt's end."""
     counts: dict[str, int] = {}
     for row in rows:
         for node in row.get("suspects", ()) if row["kind"] == "end" else ():
@@ -83,9 +94,15 @@ def struck_out(rows: ROWS, outcome: Outcome, max_node_failures: int) -> dict[str
 def decide(
     rows: ROWS, jobs: JobsConfig, slurm: SlurmConfig, *, told_to_stop: bool, time_is_up: bool, allocated: Sequence[str], needed: int
 ) -> Decision:
-    """After an attempt whose end is the last one in `rows`.
+    """What follows the attempt whose end is the last one in `rows`.
 
-    told_to_stop: by a person. time_is_up: this job's. allocated: its nodes; needed: how many an attempt takes at least.
+    Args:
+        rows: the ledger's rows.
+        jobs, slurm: the settings.
+        told_to_stop: whether a user has asked the run to stop.
+        time_is_up: whether this job's time limit is near.
+        allocated: this job's nodes.
+        needed: minimum number of nodes for an attempt.
     """
     recent = since_submitted(rows)
     ends = [row for row in recent if row["kind"] == "end"]
@@ -117,7 +134,7 @@ def decide(
 
 
 def _fruitless(rows: ROWS, recent: ROWS, jobs: JobsConfig, slurm: SlurmConfig) -> str | None:
-    """Why the run should not be started again: it gets nowhere. None: it may be."""
+    """Why the run is not restarted, if its attempts make no progress; None: it may be restarted."""
     last = next(row for row in reversed(recent) if row["kind"] == "end")
     seen, unseen = without_progress(rows, recent)
     if seen >= jobs.max_failures_without_progress and last["status"] == Exit.STOPPED:
@@ -132,22 +149,22 @@ def _fruitless(rows: ROWS, recent: ROWS, jobs: JobsConfig, slurm: SlurmConfig) -
         return (
             f"{seen + unseen} attempts in a row made no new step, and SLURM ended {unseen} of them with their job "
             f"(`sacct -j JOB` has its reasons); set "
-            f"jobs.max_failures_without_progress={jobs.max_failures_without_progress} higher to bear more of them"
+            f"jobs.max_failures_without_progress={jobs.max_failures_without_progress} higher to allow more of them"
         )
     checked = _none_passed(recent)
     if checked >= CHECKED_PATIENCE * jobs.max_failures_without_progress:
         return (
-            f"no node passed preflight in {checked} attempts in a row, so that the nodes are hardly to blame; the last: "
-            f"{last['reason']}. Mend that, `baton readmit` the nodes, and submit again"
+            f"no node passed preflight in {checked} attempts in a row, so the nodes are probably not the cause; the last: "
+            f"{last['reason']}. Fix that, `baton readmit` the nodes, and submit again"
         )
     return None
 
 
 def without_progress(rows: ROWS, recent: ROWS) -> tuple[int, int]:
-    """Attempts in a row, up to the last one, that made no progress: how many ended by themselves, and how many with their job.
+    """Numbers of consecutive attempts up to the last one that made no progress: (ended by themselves, ended with their job).
 
-    A failed attempt makes progress by a step which none had made before; one that was told to stop has saved, and makes progress by
-    any step beyond its start. Failures of hardware and attempts that found the run busy neither count nor break the row.
+    A failed attempt has made progress if it reached a step that no earlier attempt had reached. An attempt that was told to stop
+    has saved, so any step after its start is progress. Hardware failures and attempts that found the run busy are left out.
     """
     highest, seen, unseen = 0, 0, 0
     known = {id(row) for row in recent}
@@ -167,7 +184,7 @@ def without_progress(rows: ROWS, recent: ROWS) -> tuple[int, int]:
 
 
 def _none_passed(recent: ROWS) -> int:
-    """Preflights in a row, up to the last one, that no node passed."""
+    """Number of consecutive preflights up to the last one that no node passed."""
     count = 0
     for row in recent:
         if row["kind"] == "preflight":

@@ -1,7 +1,7 @@
-"""Is this node fit to train? `python -m baton.slurm.preflight ATTEMPT`, once on each node of a job before any rank starts.
+"""Preflight checks: `python -m baton.slurm.preflight ATTEMPT` runs once on each node of a job before ranks start.
 
-Each node prints one line of JSON, which srun carries to the batch script: a node that does not see the run directory must be able
-to say so. The one thing to know: a check that hangs makes the node late, and late is bad.
+Each node prints its `Result` as one line of JSON on stdout, which srun passes on to the job script, because a node that does not
+see the run directory could not report that in a file. A node whose checks hang is rejected after slurm.preflight.timeout_s.
 """
 
 import json
@@ -22,15 +22,20 @@ from baton.slurm.errors import UnfitNode
 from baton.slurm.run_files import cluster_of, node_name, nodes_of
 
 WRITTEN = 16 << 20
-"""Bytes of the file that is written to the run directory."""
+"""Size of the test file in the run directory, in bytes."""
 
 BUSY_MIB = 1024
-"""Memory in use on a GPU that should be idle, above which somebody's process is still there."""
+"""Memory use of a GPU, in MiB, above which it is not idle."""
 
 
 @dataclass
 class Result:
-    """Of one node. problem: why it must not be used; None: it may. measured: name -> value; names end in their unit."""
+    """Result of one node's checks.
+
+    problem: why the node must not be used; None: it passed.
+    seconds: duration of the checks.
+    measured: measurements by name; names end in their unit.
+    """
 
     node: str
     problem: str | None = None
@@ -39,7 +44,7 @@ class Result:
 
 
 def results(attempt: Path, allocated: list[str]) -> list[Result]:
-    """What preflight found, one for each node of the job; with what only shows when nodes are compared."""
+    """The result of each node of the job, including the checks that compare nodes with each other."""
     found: dict[str, Result] = {}
     path = attempt / "preflight.jsonl"
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
@@ -56,7 +61,7 @@ def results(attempt: Path, allocated: list[str]) -> list[Result]:
 
 
 def _compare(found: list[Result], cluster: Cluster) -> None:
-    """Versions and clocks against most nodes'."""
+    """Rejects nodes whose versions differ from most nodes', or whose clock differs from the median."""
     assert cluster.slurm is not None
     answered = [result for result in found if result.problem is None]
     versions = [json.dumps(result.measured.get("versions"), sort_keys=True) for result in answered]
@@ -76,7 +81,7 @@ def _compare(found: list[Result], cluster: Cluster) -> None:
 
 
 def check_node(attempt: Path) -> Result:
-    """All checks on this node."""
+    """Runs all checks on this node."""
     began, result = time.monotonic(), Result(node_name())
     try:
         _checks(attempt, result)
@@ -110,7 +115,7 @@ def _checks(attempt: Path, result: Result) -> None:
     from baton.slurm import bandwidth_checks  # imports torch
 
     bandwidth_checks.of_node(cluster, measured)
-    # who came this far says so, and the nodes that did meet; what one measures on the way needs all of them
+    # a collective needs all of its members, so nodes that passed the checks above first agree on who they are
     met = bandwidth_checks.Meeting(attempt, nodes, result.node, limits.timeout_s / 3)
     bandwidth_checks.between_nodes(cluster, met, measured)
 
@@ -121,7 +126,7 @@ def _versions() -> dict[str, str]:
 
 
 def _write_speed(path: Path) -> float:
-    """MB/s of a synced write, by a file that is removed again."""
+    """Rate of a synced write to a temporary file, in MB/s."""
     path.parent.mkdir(exist_ok=True)
     data, began = os.urandom(WRITTEN), time.monotonic()
     try:
@@ -131,7 +136,7 @@ def _write_speed(path: Path) -> float:
             os.fsync(f.fileno())
         seconds = time.monotonic() - began
         if path.read_bytes() != data:
-            raise UnfitNode("reads from the run directory something else than it wrote")
+            raise UnfitNode("reads other bytes from the run directory than it wrote")
     except OSError as error:
         raise UnfitNode(f"cannot write to the run directory ({error.strerror})") from None
     finally:
@@ -143,7 +148,7 @@ _ASKED = ("memory.used", "temperature.gpu", "ecc.errors.uncorrected.volatile.tot
 
 
 def _check_driver(cluster: Cluster, measured: dict[str, Any]) -> None:
-    """GPUs there, idle, and without errors, as the driver says."""
+    """Checks the number of GPUs, and that they are idle and without errors, with nvidia-smi and the kernel log."""
     if shutil.which("nvidia-smi") is None:
         raise UnfitNode("has no nvidia-smi: no NVIDIA driver")
     asked = ["nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits"]
@@ -157,7 +162,7 @@ def _check_driver(cluster: Cluster, measured: dict[str, Any]) -> None:
     measured["hottest_c"] = max((int(gpu[1]) for gpu in gpus if gpu[1].isdigit()), default=None)
     for number, (used, _, uncorrected, _) in enumerate(gpus):
         if used.isdigit() and int(used) > BUSY_MIB:
-            raise UnfitNode(f"GPU {number} has {used} MiB in use: somebody's process is still there")
+            raise UnfitNode(f"GPU {number} has {used} MiB in use: another process is still running there")
         if uncorrected.isdigit() and int(uncorrected):
             raise UnfitNode(f"GPU {number} has {uncorrected} uncorrected memory errors")
     measured["xid"] = xid = _kernel_complaint()
@@ -166,11 +171,12 @@ def _check_driver(cluster: Cluster, measured: dict[str, Any]) -> None:
 
 
 _FATAL_XID = (48, 62, 63, 64, 74, 79, 94, 95, 119, 120)
-"""Memory, NVLink, bus and firmware errors after which NVIDIA's guide has the node drained or reset; others are programs' own."""
+"""Xid codes of memory, NVLink, bus and firmware errors, after which NVIDIA's guide says to drain or reset the node. Other codes are
+errors of programs."""
 
 
 def _kernel_complaint() -> str | None:
-    """The last such error in the kernel's log; None as well where it may not be read."""
+    """The last line with a fatal Xid in the kernel log; None if there is none, or if the log cannot be read."""
     done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=30, errors="replace")
     lines = [line for line in done.stdout.splitlines() if "NVRM: Xid" in line]
     fatal = [line for line in lines if any(f"): {number}," in line for number in _FATAL_XID)]
@@ -182,7 +188,7 @@ def main() -> int:
     said = threading.Lock()
 
     def say(result: Result) -> None:
-        with said:  # one line, whoever is first
+        with said:  # the checks and the timer race: only the first of them may print
             print(json.dumps(asdict(result)), flush=True)
             os._exit(0)
 
@@ -190,7 +196,7 @@ def main() -> int:
         slurm = cluster_of(attempt.parent.parent).slurm
         limit = slurm.preflight.timeout_s if slurm is not None else 120.0
     except Exception:
-        limit = 120.0  # the checks will say why
+        limit = 120.0  # the checks report the error
     late = Result(node_name(), f"was not done with its checks after {limit:.0f} s", limit)
     timer = threading.Timer(limit, say, [late])
     timer.daemon = True

@@ -1,9 +1,14 @@
-"""What a run of jobs keeps in its directory besides what every run does, and who reads it.
+"""Files of a SLURM run in the run directory, in addition to those of every run:
 
-job.sbatch     what SLURM was given        cluster.yaml   the cluster file, resolved        submitted.json  the first job's id
-excluded.txt   nodes not to be used        stop           asks the run to save and end (`baton cancel` makes it)
-evaluate.sbatch, evaluations/, evaluations.jsonl   jobs for checkpoints, what they said and found (jobs.evaluate)
-attempts/NNNN/allocated.txt, nodes.txt             nodes of the job, and those of them that train
+job.sbatch                       the job script
+cluster.yaml                     the resolved cluster file
+submitted.json                   the first job's id
+excluded.txt                     excluded nodes
+stop                             its existence asks the run to save and end (created by `baton cancel`)
+evaluate.sbatch                  the script of evaluation jobs (jobs.evaluate)
+evaluations/, evaluations.jsonl  output and results of evaluation jobs
+attempts/NNNN/allocated.txt      the nodes that an attempt can use
+attempts/NNNN/nodes.txt          the nodes that it trains on
 """
 
 import os
@@ -21,7 +26,7 @@ from baton.training.monitoring import time_ledger
 
 
 def cluster_of(run: Path) -> Cluster:
-    """The cluster that a run was submitted to. Raises ConfigError when it was not."""
+    """The cluster that a run was submitted to. Raises ConfigError if it was not submitted."""
     path = run / "cluster.yaml"
     try:
         cluster = Cluster.model_validate(yaml.safe_load(read_text(path)))
@@ -33,18 +38,18 @@ def cluster_of(run: Path) -> Cluster:
 
 
 def nodes_of(attempt: Path, file: str = "nodes.txt") -> list[str]:
-    """Nodes of an attempt, in the order of their ranks."""
+    """The nodes of an attempt in rank order."""
     return [name for name in (attempt / file).read_text(encoding="utf-8").strip().split(",") if name]
 
 
 def node_name() -> str:
-    """This node, as SLURM calls it."""
+    """SLURM's name of this node."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def write_excluded(run: Path) -> None:
-    """excluded.txt anew: the nodes that the cluster file's options exclude (as they are written there, n[1-3] too), and the run's
-    own. It is handed to sbatch as --exclude, which takes the place of the script's own #SBATCH --exclude."""
+    """Writes excluded.txt: the nodes that the cluster file's options exclude (as written there, ranges such as n[1-3] included) and
+    those that the run has excluded. It is passed to sbatch as --exclude, which overrides an #SBATCH --exclude of the script."""
     slurm = cluster_of(run).slurm
     options = () if slurm is None else slurm.options
     named = [found[1] for option in options if (found := re.fullmatch(r"(?:--exclude[= ]|-x ?)\s*(\S+)", option.strip()))]

@@ -1,7 +1,8 @@
-"""The sbatch script of a run: short enough to be read by whoever runs the cluster, and the only thing in a job that talks to SLURM.
+"""The sbatch script of a run. It is the only part of a job that calls SLURM's commands, and short enough for an administrator to
+read.
 
-The one thing to know: the script decides nothing. `python -m baton.slurm.job` does, and says by its exit code what is to be done;
-the script does it, outside any container. The scripts of all shipped clusters are kept as golden files.
+The script makes no decisions. `python -m baton.slurm.job` decides and says by its exit code what to do; the script does it, outside
+any container. Tests compare the scripts of all shipped clusters with golden files.
 """
 
 import shlex
@@ -16,7 +17,7 @@ from baton.slurm import command
 NAME = "job.sbatch"
 
 AGAIN, NEXT_JOB, OTHER_NODES = 90, 91, 92
-"""What `baton.slurm.job` says is to be done after an attempt: at once in this job; in the next one; in one without bad nodes."""
+"""Exit codes by which `baton.slurm.job` asks for another attempt: in this job, in the next job, in a job without the bad nodes."""
 
 BODY = r"""
 set -u
@@ -133,7 +134,7 @@ over() { scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"; }
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many nodes a job may get."""
+    """The minimum and maximum number of nodes of a job."""
 
     least: int
     most: int
@@ -143,12 +144,12 @@ class Nodes:
 
 
 def job_name(config: RunConfig) -> str:
-    """What SLURM knows the run's jobs by; one at a time of them runs."""
+    """The name of the run's jobs in SLURM, of which only one runs at a time."""
     return f"baton-{config.name}"
 
 
 def render(config: RunConfig, cluster: Cluster, nodes: Nodes, *, where: Path, python: str) -> str:
-    """The script. where: the current directory of the run, absolute; python: the interpreter, where the cluster names none."""
+    """The job script. where: absolute path of the run's working directory. python: the interpreter if slurm.python is not set."""
     slurm = cluster.slurm
     assert slurm is not None
     wide = Nodes(nodes.least, nodes.most + slurm.spare_nodes)
@@ -172,7 +173,7 @@ def render(config: RunConfig, cluster: Cluster, nodes: Nodes, *, where: Path, py
         "preflight": PREFLIGHT if slurm.preflight.enabled else "",
         "evaluate": EVALUATE if config.jobs.evaluate else "",
         "evaluate_last": "        evaluate\n" if config.jobs.evaluate else "",
-        # a bad node says so at once, and good ones measure on: each ends by itself when its time is over
+        # a bad node ends at once while good ones continue to measure; srun waits for them until their own timeout
         "patience": str(round(slurm.preflight.timeout_s) + 30),
         "here_again": str(AGAIN),
         "next_job": str(NEXT_JOB),
@@ -191,9 +192,9 @@ def _options(config: RunConfig, cluster: Cluster, nodes: Nodes) -> list[str]:
         f"--job-name={job_name(config)}",
         *common_options(slurm),
         f"--nodes={nodes}",
-        # no number of tasks: with one, SLURM gives the least nodes of a range
+        # no --ntasks: with it, SLURM allocates the minimum of a range of nodes
         f"--cpus-per-task={slurm.cpus_per_rank * cluster.ranks_per_node}",
-        # sites that count memory by the core ask for it in options, and sbatch takes only one of the two
+        # sites that allocate memory per core set --mem-per-cpu in options, and sbatch accepts only one of the two
         None if any(option.startswith("--mem-per-") for option in slurm.options) else f"--mem={slurm.memory}",
         _gpus(cluster),
         "--exclusive" if slurm.exclusive else None,
@@ -211,7 +212,7 @@ def _options(config: RunConfig, cluster: Cluster, nodes: Nodes) -> list[str]:
 
 
 def common_options(slurm: SlurmConfig) -> list[str]:
-    """What every job of a run says of itself."""
+    """sbatch options that the run's jobs and its evaluation jobs share."""
     named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
     constraint = [f"--constraint={shlex.quote(slurm.constraint)}"] if slurm.constraint else []
     return [*(f"--{name}={value}" for name, value in named.items() if value), *constraint]
@@ -224,7 +225,7 @@ def _gpus(cluster: Cluster) -> str | None:
 
 
 def in_container(slurm: SlurmConfig) -> str:
-    """What stands between srun's options and the program, ending in a space; empty without a container."""
+    """The words between srun's options and the program, followed by a space; empty without a container."""
     container = slurm.container
     if container is None:
         return ""
@@ -238,14 +239,14 @@ def in_container(slurm: SlurmConfig) -> str:
 
 
 def here(slurm: SlurmConfig, container: str) -> str:
-    """The same for a program that the script itself runs. pyxis is srun's: such a program is a step of its own."""
+    """As `in_container`, for a program that the script itself runs. pyxis is a plugin of srun, so there it is a job step."""
     if slurm.container is None or slurm.container.runtime != "pyxis":
         return container
     return f'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" {container}'
 
 
 def environment(slurm: SlurmConfig) -> list[str]:
-    """Lines of shell: the site's own, and exports for the ranks."""
+    """Shell lines: the site's setup, and exports for the ranks."""
     caches = {name: f"{slurm.scratch}/{folder}" for name, folder in _CACHES.items()}
     network = {} if slurm.interface is None else dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), slurm.interface)
     exports = [f"export {name}={_expanded(value)}" for name, value in {**caches, **network, **slurm.environment}.items()]
@@ -253,11 +254,11 @@ def environment(slurm: SlurmConfig) -> list[str]:
 
 
 _CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
-"""Where compiled kernels go: a disk of the node's own, because shared file systems lose races between ranks."""
+"""Caches of compiled kernels. They are on a node-local disk because on shared file systems ranks corrupt each other's entries."""
 
 
 def _expanded(value: str) -> str:
-    """In double quotes: the shell replaces $NAME, and nothing else in it counts."""
+    """The value in double quotes, such that the shell expands $NAME and nothing else."""
     for character in ("\\", '"', "`"):
         value = value.replace(character, f"\\{character}")
     return f'"{value}"'

@@ -1,4 +1,4 @@
-"""`baton status` and `baton cancel`: how a run stands, from its files and SLURM's queue. Torch-free, and no more than a look."""
+"""`baton status`, `baton cancel` and `baton readmit`, from the run's files and SLURM's queue. Torch-free."""
 
 import time
 from collections.abc import Iterator
@@ -20,13 +20,18 @@ from baton.training.monitoring import time_ledger
 from baton.training.monitoring.goodput import compute_goodput
 
 RECENT = 50
-"""Steps that the present speed is taken over."""
+"""Number of last steps over which the current speed is averaged."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """state: in words. mfu: share of the cluster's matrix rate; None: unknown. saved: steps of the newest checkpoint, and how long
-    ago. eta_s: of training alone, at the present speed."""
+    """Status of a run. None: unknown.
+
+    state: one line for people.
+    mfu: model FLOPs utilization relative to the cluster file's matmul_tflops.
+    saved, saved_ago_s: step and age (seconds) of the newest checkpoint.
+    eta_s: seconds of training that are left at the current speed.
+    """
 
     run: str
     state: str
@@ -156,7 +161,7 @@ def readmit(run: Path, nodes: list[str]) -> str:
 
 
 def _jobs(config: RunConfig) -> list[dict[str, str]] | None:
-    """Nothing where this machine has no SLURM: the files tell the rest. None where SLURM's controller does not answer."""
+    """The run's jobs; none on a machine without SLURM. None: SLURM's controller does not respond."""
     try:
         return command.jobs(job_name(config), tries=1)
     except command.SlurmAwayError:
@@ -191,12 +196,12 @@ def _ending(end: dict[str, Any]) -> str:
 
 
 def _speed(train: list[dict[str, Any]]) -> float | None:
-    """Tokens per second of the last steps, as the record says."""
+    """Tokens per second of the last steps, from metrics.jsonl."""
     return float(train[-1]["tokens_per_s"]) if train else None
 
 
 def _mfu(run: Path, speed: float) -> float | None:
-    """Of the last attempt's layout, by the cluster's rate of matrix products."""
+    """Model FLOPs utilization of the last attempt's layout, relative to the cluster file's matmul_tflops."""
     from baton.launcher.inputs import with_known_vocabulary
 
     try:
@@ -206,15 +211,15 @@ def _mfu(run: Path, speed: float) -> float | None:
     except Exception as error:
         if getattr(error, "exit_status", None) != ConfigError.exit_status:
             raise
-        return None  # never submitted, or its tokenizer is not here
+        return None  # the run was never submitted, or its tokenizer is not on this machine
     return speed * useful / (config.layout.world_size * rate)
 
 
 def _saved(run: Path) -> tuple[int, float] | None:
-    """Steps of the newest checkpoint, and when it was published."""
+    """Step of the newest checkpoint, and the time at which it was published in seconds since the epoch."""
     found = {int(p.name[5:]): p / "manifest.json" for p in (run / "checkpoints").glob("step-*") if p.name[5:].isdigit()}
     for step in sorted(found, reverse=True):
-        with suppress(OSError):  # not published, not to be read, or deleted at this moment
+        with suppress(OSError):  # not published, unreadable, or being deleted
             return step, found[step].stat().st_mtime
     return None
 
@@ -223,7 +228,7 @@ def _attempts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     starts: dict[int, int] = {}
     for row in rows:
         if row["kind"] == "start":
-            starts.setdefault(row["attempt"], row["step"])  # a rollback starts again, from before
+            starts.setdefault(row["attempt"], row["step"])  # a rollback adds another row, from an earlier step
     ends = {row["attempt"]: row for row in rows if row["kind"] == "end"}
     for row in rows:
         if row["kind"] == "attempt":
@@ -241,7 +246,7 @@ def _attempts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _duration(seconds: float) -> str:
-    """As the console says it: 3d04h, 1h02m, 2m03s or 3s."""
+    """A duration as text: 3d04h, 1h02m, 2m03s or 3s."""
     minutes, s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,5 +1,4 @@
-"""`baton submit`: check, write the run directory, hand the script to SLURM. Everything that can be refused is, before anything is
-submitted."""
+"""`baton submit`: checks the run, writes the run directory and submits the script to SLURM. All checks precede the submission."""
 
 import getpass
 import json
@@ -21,7 +20,7 @@ from baton.slurm.script import NAME, Nodes, in_container, job_name, render
 from baton.training.monitoring import time_ledger
 
 LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "ramfs", "f2fs", "reiserfs"}
-"""File systems that one machine has to itself."""
+"""File system types that are local to one machine."""
 
 
 _NOT_IN_PATHS = frozenset("%'\"\\\n")
@@ -29,7 +28,12 @@ _NOT_IN_PATHS = frozenset("%'\"\\\n")
 
 @dataclass(frozen=True)
 class Submission:
-    """What would be handed to SLURM. config: with an absolute directory."""
+    """A job that can be submitted.
+
+    config: the configuration, with an absolute directory.
+    script: the job script.
+    evaluation: the script of evaluation jobs; None without jobs.evaluate.
+    """
 
     config: RunConfig
     cluster: Cluster
@@ -43,10 +47,10 @@ class Submission:
 
 
 def prepare(config: RunConfig, cluster: Cluster, nodes: str | None, *, change: bool = False) -> Submission:
-    """The script of a checked configuration; nothing is written. nodes: "2" or "1-4"; None: as many as the layout fills. change:
-    as in `check_run`.
+    """Renders the scripts of a checked configuration without writing anything. Raises ConfigError.
 
-    Raises ConfigError.
+    nodes: "2" or "1-4"; None: as many as the layout needs.
+    change: as in `check_run`.
     """
     if cluster.slurm is None:
         raise ConfigError(f"the cluster {cluster.name} has no section slurm: it is only planned for; add one to submit to it")
@@ -87,7 +91,7 @@ def prepare(config: RunConfig, cluster: Cluster, nodes: str | None, *, change: b
 
 
 def seconds_of(limit: str) -> int:
-    """Of a time limit as SLURM takes it: minutes, MM:SS, HH:MM:SS, or D-HH[:MM[:SS]]; 0: none."""
+    """Seconds of a time limit in SLURM's syntax (minutes, MM:SS, HH:MM:SS, or D-HH[:MM[:SS]]); 0: no limit."""
     days, dash, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
@@ -108,7 +112,7 @@ def _nodes(config: RunConfig, cluster: Cluster, text: str | None) -> Nodes:
 
 
 def check(submission: Submission) -> None:
-    """Refuse what this SLURM, or this file system, will not take. Raises ConfigError."""
+    """Checks the file system, the partition and the account. Raises ConfigError."""
     slurm, run = submission.cluster.slurm, submission.run
     assert slurm is not None
     command.require()
@@ -121,7 +125,7 @@ def check(submission: Submission) -> None:
     _check_partition(submission)
     if slurm.account is not None:
         accounts = _accounts()
-        if accounts is not None and slurm.account.lower() not in accounts:  # SLURM keeps them in small letters
+        if accounts is not None and slurm.account.lower() not in accounts:  # SLURM stores them in lower case
             raise ConfigError(
                 f"slurm.account={slurm.account}: {getpass.getuser()} has no such account; "
                 f"{'yours: ' + ', '.join(accounts) if accounts else 'there is none'}"
@@ -129,7 +133,7 @@ def check(submission: Submission) -> None:
 
 
 def _check_partition(submission: Submission) -> None:
-    """Refuse partitions that are not there, or too small. Where nothing names one and there is no default, sbatch decides."""
+    """Raises ConfigError for partitions that do not exist or are too small. Without a partition or a default, sbatch decides."""
     slurm, there = submission.cluster.slurm, _partitions()
     assert slurm is not None
     default = next((name for name, (_, is_default) in there.items() if is_default), "")
@@ -144,11 +148,11 @@ def _check_partition(submission: Submission) -> None:
 
 
 def _partitions() -> dict[str, tuple[int, bool]]:
-    """Of each partition, hidden ones too: its nodes, and whether it is the default (which sinfo marks by an asterisk)."""
+    """The number of nodes of each partition, hidden ones included, and whether it is the default (an asterisk in sinfo)."""
     found: dict[str, tuple[int, bool]] = {}
     for line in command.ask("sinfo", "-a", "-h", "-o", "%P %D").splitlines():
         name, _, count = line.partition(" ")
-        if not count.strip().isdigit():  # a heading, as "CLUSTER: name" with SLURM_CLUSTERS
+        if not count.strip().isdigit():  # a heading, for example "CLUSTER: name" with SLURM_CLUSTERS
             continue
         before = found.get(name.rstrip("*"), (0, False))[0]
         found[name.rstrip("*")] = (before + int(count), name.endswith("*"))
@@ -156,7 +160,7 @@ def _partitions() -> dict[str, tuple[int, bool]]:
 
 
 def _accounts() -> list[str] | None:
-    """The user's; None where this cluster keeps no accounts."""
+    """The user's accounts; None if this cluster has no accounting."""
     try:
         out = command.ask("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", "format=account", tries=1)
     except command.SlurmError:
@@ -165,7 +169,7 @@ def _accounts() -> list[str] | None:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that a path is, or would be, on."""
+    """The file system type of a path, which need not exist yet."""
     there = next(p for p in (path, *path.parents) if p.exists()).resolve()
     best, kind = "", "unknown"
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
@@ -177,7 +181,7 @@ def file_system(path: Path) -> str:
 
 
 def test_only(submission: Submission) -> str:
-    """What SLURM would do with the script. Raises SlurmError with what it has against it."""
+    """Output of sbatch --test-only. Raises SlurmError if SLURM would reject the script."""
     import tempfile
 
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
@@ -187,7 +191,8 @@ def test_only(submission: Submission) -> str:
 
 
 def _hand_in(submission: Submission, *options: str) -> str:
-    """The id of the new job. Asked once: an answer that was lost may have been an id, and SLURM is asked which jobs there are."""
+    """Submits the script and returns the job's id. sbatch is not retried, because the job may exist although its answer was lost;
+    in that case the id is looked up in the queue."""
     script = str(submission.run / NAME)
     try:
         said = command.ask("sbatch", "--parsable", *options, script, tries=1, slurm=submission.cluster.slurm)
@@ -199,7 +204,7 @@ def _hand_in(submission: Submission, *options: str) -> str:
 
 
 def submit(submission: Submission) -> str:
-    """Write the run directory and hand the script over; returns the job's id. Raises ConfigError."""
+    """Checks the job, writes the run directory and submits the script. Returns the job's id. Raises ConfigError."""
     check(submission)
     test_only(submission)
     run = submission.run

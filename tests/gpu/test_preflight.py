@@ -67,6 +67,6 @@ def test_a_node_that_is_not_what_was_promised_is_refused(tmp_path, changes, prob
 
 def test_a_gpu_that_somebody_uses_is_refused(tmp_path):
     kept = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    assert "MiB in use: somebody's process is still there" in preflight(tmp_path)["problem"]
+    assert "MiB in use: another process is still running there" in preflight(tmp_path)["problem"]
     del kept
     torch.cuda.empty_cache()

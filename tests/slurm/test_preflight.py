@@ -83,7 +83,7 @@ def test_who_comes_too_late_is_told(nodes):
     nodes.wait()
     nodes.come("n1")
     nodes.wait()
-    assert nodes.found == {"n1": "came too late for the checks between nodes", "n2": ["n2", "n3"], "n3": ["n2", "n3"]}
+    assert nodes.found == {"n1": "was too late for the checks between nodes", "n2": ["n2", "n3"], "n3": ["n2", "n3"]}
 
 
 def test_a_node_that_promised_to_decide_and_then_says_nothing_is_named(nodes):
@@ -93,4 +93,4 @@ def test_a_node_that_promised_to_decide_and_then_says_nothing_is_named(nodes):
     nodes.come("n2")
     nodes.clock.now = 2.1 * PATIENCE_S
     nodes.wait()
-    assert nodes.found == {"n2": "n1 came through its checks, and then said nothing more"}
+    assert nodes.found == {"n2": "n1 passed its own checks, and then did not respond"}
