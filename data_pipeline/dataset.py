@@ -53,7 +53,7 @@ class Dataset:
     Attributes: `content`, "text" or "tokens"; `fingerprint`, hex sha256 over the shards' names and checksums;
     `tokenizer_fingerprint`, of the tokenizer that made the token ids, None for text; `splits`, the names of the splits that hold
     documents; `totals`, {split: {"shards", "documents", "text_bytes", "tokens"}} (tokens None where unknown); `rejected`,
-    {reason: records}; `shards`, {split: [ShardSummary]}.
+    {reason: records}; `losses`, the fields of `Losses`, {} of text and where nothing is lost; `shards`, {split: [ShardSummary]}.
     """
 
     def __init__(self, location: Location, manifest: dict[str, Any]) -> None:
@@ -63,6 +63,7 @@ class Dataset:
         self.settings: dict[str, Any] = manifest["settings"]
         self.totals: dict[str, dict[str, int | None]] = manifest["totals"]
         self.rejected: dict[str, int] = manifest["rejected"]
+        self.losses: dict[str, int] = manifest.get("losses", {})
         self.shards: dict[str, list[ShardSummary]] = {}
         for entry in manifest["shards"]:
             summary = ShardSummary(**entry)

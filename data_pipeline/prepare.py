@@ -147,7 +147,7 @@ def prepare(
         remarks = found.remarks()
         if loaded is not None and loaded.lossy:
             losses = sum((record.losses for record in records), Losses())
-            dataset["losses"] = {"lossy": loaded.lossy, **asdict(losses)}
+            dataset["losses"] = asdict(losses)
             remarks += (losses.describe(loaded.lossy),)
         dataset["units"] = {"bytes": len(units), "sha256": hashlib.sha256(units).hexdigest()}
         if not any(summary.split == "train" for summary in summaries):

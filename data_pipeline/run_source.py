@@ -17,8 +17,10 @@ from baton.data_pipeline.reader import CorpusSpec, DocReader, Growth, LaneReader
 from baton.data_pipeline.remote import Cache
 from baton.data_pipeline.steps import DocumentRef, StepPlan, StepStream
 from baton.data_pipeline.synthetic_stream import ExampleCursor, SyntheticStream, synthetic_fingerprint
-from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from baton.data_pipeline.tokenizer import Losses, Tokenizer, load_tokenizer
 from baton.data_pipeline.workers import Start, Workers
+
+_LOOKED_AT = 64  # documents of a dataset of text that are tokenized to say what a lossy tokenizer loses
 
 
 class BatchStream(StepStream[Cursor]):
@@ -117,6 +119,17 @@ class ShardSource:
         """The source with the largest weight."""
         return self.datasets[max(self.weights, key=lambda name: self.weights[name])]
 
+    def remarks(self) -> list[str]:
+        """A line about each dataset of which the tokenizer may lose text: what, and at which rate in it (in the first documents,
+        if it holds text). Raises DataError."""
+        if not self.tokenizer.lossy:
+            return []
+        lines = []
+        for dataset in self.datasets.values():
+            losses = Losses(**dataset.losses) if dataset.content == "tokens" else _losses(dataset, self.tokenizer)
+            lines.append(f"{dataset.location.text}: {losses.describe(self.tokenizer.lossy)}")
+        return lines
+
     def fingerprint(self, *, seed: int, lanes: int) -> str:
         """Hex sha256 of everything that decides the lanes' contents. A resumed run must have the same."""
         return self._corpus(seed, lanes).fingerprint(list(self.datasets.values()), self.tokenizer)
@@ -182,6 +195,15 @@ class ShardSource:
             schedule=self.config.schedule,
             growth=tuple(self._growth.values()),
         )
+
+
+def _losses(dataset: Dataset, tokenizer: Tokenizer) -> Losses:
+    """What the tokenizer loses of the first documents of a dataset of text."""
+    found = Losses()
+    for _, (_, _, payload) in zip(range(_LOOKED_AT), dataset.samples_short("train")):
+        if payload is not None:
+            found += Losses.of(tokenizer, payload, tokenizer.encode_utf8(payload), decoded=True)
+    return found
 
 
 def open_datasets(config: ShardsConfig) -> dict[str, Dataset]:

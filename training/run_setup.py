@@ -114,7 +114,8 @@ def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | N
     schedule = CheckpointSchedule(training.checkpoint, training.steps, mesh, progress.step)
     metrics, parameters = None, train_state.parameter_count()
     if mesh.is_main:
-        print("\n".join((_greeting(settings, parameters, mesh, progress), *settings.notices)), flush=True)
+        remarks = source.remarks() if isinstance(source, ShardSource) else []
+        print("\n".join((_greeting(settings, parameters, mesh, progress), *remarks, *settings.notices)), flush=True)
         metrics = MetricsLogger(
             settings.folder,
             step=progress.step,
