@@ -7,4 +7,4 @@ splitting a sequence anywhere changes neither outputs nor gradients.
 
 from baton.kernels.common.mkl_warmup import warm_up
 
-warm_up()  # here, because whoever computes anything imports this before it starts a thread
+warm_up()  # here, because every process imports this package before it starts a thread

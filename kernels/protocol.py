@@ -2,8 +2,8 @@
 
 A State is a dict of tensors whose leading dimension is the batch. Its contents are private to the recurrence; all other code only
 sends, detaches, saves or zeroes it, with the functions of this file. A Recurrence maps (inputs, State) to (outputs, State). Its
-subclasses differ in how early the final State is known, which decides the phases that sequence parallelism can use: a tail of the
-inputs, a linear function of the entering State, a State that is cheap before the outputs, or none of these.
+subclasses differ in how early the final State can be known, which decides how context parallelism can overlap ranks: a tail of the
+inputs, a linear function of the entering State, a State that is cheap compared with the outputs, or none of these.
 """
 
 import math
@@ -233,10 +233,12 @@ class Recurrence(ABC):
 
     @property
     def no_kernel(self) -> str | None:
-        """Why a GPU computes the recurrence with PyTorch's operators, several for each token; None: Triton kernels compute it.
+        """Why no Triton kernel supports this recurrence's options, so that a GPU runs several PyTorch operators per token; None:
+        there is a kernel.
 
-        The op asks the same function. Inputs in float64, which no run has, are never computed by kernels. Settings of mixers say it
-        again without torch (models.settings.cost_model.RecurrenceCosts.eager), for `baton plan` and `baton train`'s first lines.
+        The op asks the same function. Float64 inputs, which occur only in tests, never use kernels. The settings of mixers repeat
+        the reason without torch (models.settings.cost_model.RecurrenceCosts.eager), for `baton plan` and the first lines of `baton
+        train`.
         """
         return None
 
@@ -292,7 +294,11 @@ class Recurrence(ABC):
 
 
 class LinearRecurrence(Recurrence):
-    """A recurrence whose final State is affine in the entering State, so that it can be sent before the outputs are computed.
+    """A recurrence whose final State is an affine function of the entering State.
+
+    By default (layout.context_comm=ring) it runs as any other recurrence does: a context rank receives the State, calls `run`, and
+    sends the final State. Only with context_comm=early or all_gather are the phases below used, which send before the outputs are
+    computed.
 
     Phases of a span in the forward pass: `begin` without the entering State, then the transition is applied to it and the result
     sent, then `finish`. In the backward pass: `begin_backward` without the gradient of the final State, then the transition of

@@ -1,4 +1,4 @@
-"""Random inputs that reach the corners of a recurrence: what the tests and the checks on a machine feed to every form of it."""
+"""Random inputs that cover the corner cases of recurrences, for tests and `baton doctor`."""
 
 import torch
 from torch import Tensor

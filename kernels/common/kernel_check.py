@@ -1,8 +1,8 @@
-"""Every recurrence against its definition on the machine at hand: compilers have made wrong kernels for new GPUs without a word.
+"""Compares recurrences with their reference on this machine, because compilers can generate wrong kernels for new GPUs silently.
 
-The one thing to know: a check runs a recurrence as training does, in float32 or bfloat16, on its own wide example with documents
-packed and a State that enters and leaves, inputs and positions being views of wider ones, and compares outputs, States and all
-gradients with the loop over tokens in float64 on the CPU, on the same rounded inputs; then once more, for the same bits.
+A check runs a recurrence as training does, in float32 or bfloat16, on its wide example, with packed documents, an entering State,
+and inputs and positions that are views of wider tensors. It compares outputs, the final State and all gradients with the loop over
+tokens in float64 on the CPU, for the same rounded inputs. A second run must give the same bits.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,18 @@ from baton.kernels.common.example_inputs import positions
 from baton.kernels.protocol import Inputs, Recurrence, State
 
 FLOAT32_LIMIT = 2e-5
-CHAOS = 30  # times what the definition loses in float32 may be lost where a last bit grows, or inputs are extreme
+CHAOS = 30  # allowed multiple of the reference's own float32 error, for recurrences that amplify errors or extreme inputs
 _BATCH, _TOKENS = 3, 70
 
 
 @dataclass(frozen=True)
 class KernelCheckResult:
-    """What a check found.
+    """Result of a check.
 
-    tensor: the one that is worst beside what it may be off, "y", "leaving NAME", "d input N" or "d entering NAME". error:
-    ||a - b|| / ||b||, absolute where b is 0. limit: the most it may be. repeatable: two runs had the same bits.
+    tensor: the one with the largest ratio of error to limit: "y", "leaving NAME", "d input N" or "d entering NAME".
+    error: its relative error ||a - b|| / ||b||; absolute if b is 0.
+    limit: the allowed error.
+    repeatable: whether two runs gave the same bits.
     """
 
     recurrence: str
@@ -36,7 +38,7 @@ class KernelCheckResult:
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.limit and self.repeatable  # nan is not
+        return self.error <= self.limit and self.repeatable  # false for NaN
 
     def __str__(self) -> str:
         said = "" if self.repeatable else ", two runs differ"
@@ -46,15 +48,15 @@ class KernelCheckResult:
 
 
 _Example = tuple[Inputs, State, Tensor]
-"""What goes into a recurrence and its positions, on the CPU."""
+"""Inputs, entering State and positions of a recurrence, on the CPU."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a recurrence's definition computes of an example, on the CPU.
+    """Results of a recurrence's reference for an example, on the CPU.
 
-    expected: outputs, States and gradients by name, in float64. rounded: the same in float32, which decides how far a result may be
-    off where a last bit grows; None: fixed limits do.
+    expected: outputs, States and gradients by name, in float64.
+    rounded: the same in float32, whose error scales the limits of recurrences that amplify errors; None: the limits are fixed.
     """
 
     recurrence: Recurrence
@@ -65,7 +67,7 @@ class Reference:
 
 
 def reference(recurrence: Recurrence, dtype: torch.dtype, *, extreme: bool = False) -> Reference:
-    """Compute what `check` compares with. dtype, extreme: as `check`."""
+    """Computes the reference results for `check`. dtype, extreme: as in `check`."""
     example, cpu = _example(recurrence, dtype, extreme), torch.device("cpu")
     expected = _run(recurrence, example, True, cpu, torch.float64)
     rounded = _run(recurrence, example, True, cpu, torch.float32) if extreme or recurrence.error_amplifying else None
@@ -73,7 +75,8 @@ def reference(recurrence: Recurrence, dtype: torch.dtype, *, extreme: bool = Fal
 
 
 def check(recurrence: Recurrence, device: torch.device, dtype: torch.dtype, *, extreme: bool = False) -> KernelCheckResult:
-    """Compare. dtype: of what runs along time; extreme: gates, steps and keys that reach the ends of their ranges."""
+    """Compares a recurrence on a device with its reference. dtype: of the inputs with a time dimension. extreme: use gates, step
+    sizes and keys at the ends of their ranges."""
     return compare(reference(recurrence, dtype, extreme=extreme), device)
 
 
@@ -90,7 +93,7 @@ def compare(wanted: Reference, device: torch.device) -> KernelCheckResult:
     for name, want in wanted.expected.items():
         limit = least if wanted.rounded is None else max(least, CHAOS * _error(wanted.rounded[name], want))
         rows.append((_error(found[name], want), limit, name))
-    # nan first: it is larger than any limit, but compares as smaller
+    # NaN first: it exceeds any limit, but does not compare as larger
     error, limit, worst = max(rows, key=lambda row: (row[0] != row[0], row[0] / row[1]))
     return KernelCheckResult(
         str(recurrence), dtype, worst, error, limit, all(torch.equal(again[name], x) for name, x in found.items())
@@ -98,7 +101,7 @@ def compare(wanted: Reference, device: torch.device) -> KernelCheckResult:
 
 
 def launch(recurrence: Recurrence, device: torch.device, dtype: torch.dtype) -> None:
-    """Do on the device what `check` does there, and look at nothing."""
+    """Runs on the device what `check` runs there, without a comparison, to compile its kernels."""
     _run(recurrence, _example(recurrence, dtype, False), False, device, None)
 
 
@@ -113,7 +116,7 @@ def _example(recurrence: Recurrence, dtype: torch.dtype, extreme: bool) -> _Exam
 def _run(
     recurrence: Recurrence, example: _Example, defined: bool, where: torch.device, cast: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """The definition or what runs use, on a device, in a dtype or in that of the example."""
+    """Runs the reference or the implementation on a device, in a dtype or in that of the example."""
     inputs, state, pos = example
 
     def leaf(x: Tensor, view: bool = False) -> Tensor:
@@ -129,7 +132,7 @@ def _run(
 
 
 def results(y: Tensor, state: State, inputs: Inputs, entering: State, seed: int) -> dict[str, Tensor]:
-    """Outputs, leaving State and the gradients of everything for random cotangents, by name."""
+    """Outputs, final State and all gradients for random gradients of the outputs, by name."""
     grads = gradients([y, *moving(state).values()], [*inputs, *moving(entering).values()], torch.Generator().manual_seed(seed))
     names = [*(f"d input {n}" for n in range(len(inputs))), *(f"d entering {name}" for name in moving(entering))]
     found = {"y": y, **{f"leaving {name}": x for name, x in state.items()}, **dict(zip(names, grads, strict=True))}
@@ -137,8 +140,8 @@ def results(y: Tensor, state: State, inputs: Inputs, entering: State, seed: int)
 
 
 def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Gradients of all leaves for random cotangents of all outputs that have one, the final state's included."""
-    # numbers that bfloat16 can hold, so that outputs of every precision get the same ones
+    """Gradients of all leaves for random gradients of all differentiable outputs, the final State included."""
+    # values that bfloat16 can represent, so that outputs of every dtype get the same ones
     cotangents = [torch.randn(x.shape, generator=generator).to(torch.bfloat16).to(x.device, x.dtype) for x in outputs]
     reached = [(x, dx) for x, dx in zip(outputs, cotangents, strict=True) if x.requires_grad]
     return torch.autograd.grad(
@@ -152,7 +155,7 @@ def moving(state: State) -> State:
 
 
 def _part_of_wider(x: Tensor, dim: int) -> Tensor:
-    """x as a view of a tensor twice as large along dim, which holds another thing beside it."""
+    """x as a view of a tensor that is twice as large along dim and has other values in the other half."""
     return torch.cat((x, x.flip(dim)), dim).narrow(dim, 0, x.shape[dim])
 
 

@@ -1,8 +1,8 @@
-"""Compiling for a GPU that is not here: within `compiling`, what a program would launch on one is compiled into Triton's cache.
+"""Ahead-of-time compilation of Triton kernels, also for a GPU that this machine does not have, into Triton's cache.
 
-The one thing to know: tensors are on the meta device, which has shapes, types and strides and no memory, and count as being on the
-GPU; a launch of a Triton kernel then compiles it and runs nothing. The cache knows a kernel by its source, the types and the
-divisibility of its arguments and the compiler's version, so a run with the same installation finds every one of them.
+Inside `compiling`, tensors on the meta device, which have shapes, dtypes and strides but no memory, count as GPU tensors.
+Launching a Triton kernel on them compiles it and runs nothing. Triton's cache keys a kernel by its source, the types and
+divisibility of its arguments and the compiler's version, so a run with the same installation finds all kernels compiled.
 """
 
 import hashlib
@@ -26,15 +26,18 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Target:
-    """An NVIDIA GPU. capability: ten times major, and minor: 90; name: as CUDA gives it, for the table of launch configurations;
-    "": not known."""
+    """An NVIDIA GPU.
+
+    capability: compute capability as 10 * major + minor, for example 90.
+    name: CUDA's name of the device, for the table of launch configurations; "": not known.
+    """
 
     capability: int
     name: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As `launch_configs.names_of`."""
+        """The device's names in the table of launch configurations, as `launch_configs.names_of`."""
         return (f"sm_{self.capability}", self.name) if self.name else (f"sm_{self.capability}",)
 
     @classmethod
@@ -47,7 +50,8 @@ class Target:
 
     @classmethod
     def asked(cls) -> "Target | None":
-        """As `here`, asked by a forked process: this one has nothing to do with CUDA then, and may fork others that compile."""
+        """As `here`, but queried in a forked process. A process that has initialized CUDA itself could not fork compiler
+        processes."""
         if torch.cuda.is_initialized():
             return cls.here()
         context = mp.get_context("fork")
@@ -57,11 +61,11 @@ class Target:
         sender.close()
         try:
             found: Target | None = results.recv()
-        except EOFError:  # it failed, and has said why
+        except EOFError:  # it failed and has printed why
             found = None
         process.join()
         if found is None and torch.cuda.is_available():
-            # this process has asked the driver before, as some packages do when they are imported: a fork cannot ask it again
+            # this process has initialized CUDA before, as some packages do on import, so a fork cannot initialize it
             found = cls.here()
         return found
 
@@ -71,10 +75,12 @@ class Target:
 
 @dataclass
 class Compiled:
-    """What was launched, by name, once for each kind of arguments.
+    """Result of `compiling`: the kernels that were launched, by name, one for each set of argument types.
 
-    folder: Triton's cache. new: what had not been in it. files: that are in it for each kernel, relative to the folder.
-    outcomes: of what was compiled, also of what could not be.
+    folder: Triton's cache.
+    new: kernels that were not in the cache before.
+    files: files of each kernel, relative to the folder.
+    outcomes: the outcome of each compilation, failures included.
     """
 
     folder: str
@@ -85,7 +91,7 @@ class Compiled:
 
     @property
     def failures(self) -> list[str]:
-        """A line for each kernel that could not be compiled."""
+        """One line for each kernel that could not be compiled."""
         return [f"{outcome.name} could not be compiled ({outcome.failure})" for outcome in self.outcomes if outcome.failure]
 
 
@@ -94,12 +100,12 @@ _times = itertools.count()
 
 
 def target() -> Target | None:
-    """What is being compiled for; None: nothing, as in any run."""
+    """The GPU that kernels are being compiled for; None outside `compiling`."""
     return _target
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether kernels for a GPU compute what is asked of x."""
+    """Whether operators on x use GPU kernels: x is on a GPU, or on the meta device inside `compiling`."""
     found = x.is_cuda or (x.is_meta and _target is not None)
     if found:
         whole_keys()  # before any kernel is launched
@@ -108,25 +114,25 @@ def on_gpu(x: Tensor) -> bool:
 
 @cache
 def whole_keys() -> None:
-    """Have Triton call a kernel in its cache by the same name whatever was launched before.
+    """Makes a kernel's key in Triton's cache independent of the order in which kernels are launched.
 
-    Triton 3.6 makes the name from a kernel's source, that of the functions it calls, and the constants they all use, but looks at a
-    function's constants before it has found them: they are only in the name where another kernel has called the function first. So
-    what one process compiled ahead another one, which launches in another order, would compile again.
+    Triton 3.6 hashes a kernel's source, the functions that it calls, and the constants that they use. It hashes a function's
+    constants before it has found them, so they are only included if another kernel called the function earlier. Without this, a
+    process that launches in another order than the one that compiled ahead would compile again.
     """
     from triton.runtime.jit import DependenciesFinder
 
     update = DependenciesFinder._update_hash
 
     def whole(self: Any, function: Any) -> None:
-        _ = function.cache_key  # finds its constants
+        _ = function.cache_key  # finds the function's constants
         update(self, function)
 
     DependenciesFinder._update_hash = whole
 
 
 class _Driver:
-    """What Triton asks of a GPU before it compiles."""
+    """A Triton driver that answers the compiler's queries for a GPU that is not in this machine."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -138,7 +144,7 @@ class _Driver:
         return self._target
 
     def get_current_device(self) -> str:
-        # kernels that a real device has in this process are kept apart, and those of an earlier time
+        # a separate cache in this process: not that of a real device, and not that of an earlier call
         return self._name
 
     def get_current_stream(self, device: Any) -> int:
@@ -147,7 +153,7 @@ class _Driver:
 
 @contextmanager
 def launching_nothing(wanted: Target) -> Iterator[None]:
-    """Within it a launch on meta tensors does nothing: to see what a program asks of kernels. Not for two threads."""
+    """Context in which launches on meta tensors do nothing, to record which kernels a program requests. Not thread-safe."""
     global _target
     from triton.runtime.jit import KernelInterface
 
@@ -160,11 +166,11 @@ def launching_nothing(wanted: Target) -> Iterator[None]:
 
 
 class _Collected(Executor):
-    """Keeps what Triton's asynchronous mode gives it to compile, each kernel once, until all of it is known."""
+    """Collects the kernels that Triton's asynchronous mode submits for compilation, each once, until all are known."""
 
     def __init__(self) -> None:
         self.name = ""
-        """Of the kernel that is being launched: module and function."""
+        """Module and function of the kernel that is being launched."""
         self._given: list[tuple[str, Callable[[], Any], Future[None]]] = []
 
     def submit(self, fn: Callable[..., Any], /, *_: Any, **__: Any) -> Future[Any]:
@@ -173,7 +179,7 @@ class _Collected(Executor):
         return future
 
     def compile(self, found: Compiled, what: str, processes: int | None, say: Callable[[str], None] | None) -> None:
-        """What is not in the cache, into it."""
+        """Compiles the kernels that are not in the cache."""
         jobs = []
         for name, fn, future in self._given:
             short = name.rpartition(".")[2]
@@ -186,24 +192,24 @@ class _Collected(Executor):
         found.outcomes = compile_all(jobs, what, processes, say)
 
     def settle(self) -> None:
-        """Nobody waits for a kernel: those of a real device are loaded from the cache."""
+        """A future that is never waited for; kernels for a real device are loaded from the cache later."""
         for _, _, future in self._given:
             future.set_result(None)
 
 
 def _compile_and_link(compile: Callable[[], Any]) -> None:
-    """Compile a kernel, and build the C extension that launches it, which Triton would build at its first launch (0.4 s each, one
-    after the other). Without a driver here there is nothing to link it with, and the first launch builds it."""
+    """Compiles a kernel and builds the C extension that launches it, which Triton would otherwise build at the first launch (0.4 s
+    each, sequentially). Without a driver on this machine there is nothing to link against, and the first launch builds it."""
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
     kernel = compile()
-    with suppress(Exception):  # the kernel itself is there
+    with suppress(Exception):  # the kernel itself is compiled
         CudaUtils()
         CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _place(key: str, name: str) -> tuple[str, str, bool]:
-    """Folder and file in Triton's cache that say that a kernel is there, and whether it is."""
+    """Folder and file in Triton's cache that exist for a compiled kernel, and whether they do."""
     from triton import knobs
     from triton.runtime.cache import _base32, get_cache_manager
 
@@ -215,11 +221,11 @@ def _place(key: str, name: str) -> tuple[str, str, bool]:
 
 @contextmanager
 def compiling(wanted: Target, processes: int | None = None, say: Callable[[str], None] | None = None) -> Iterator[Compiled]:
-    """Within it launches on meta tensors are collected; at its end the kernels that are not in Triton's cache are compiled, in
-    several processes. Not for two threads.
+    """Context that collects launches on meta tensors and, at its end, compiles the kernels that are not in Triton's cache, in
+    several processes. Not thread-safe.
 
-    processes: that compile (default: the usable cores). say: takes lines about the progress. A kernel that cannot be compiled is in
-    the result's `failures`. Raises CompileError where Triton interprets.
+    processes: number of compiler processes (default: the usable cores). say: called with lines about the progress. A kernel that
+    cannot be compiled is in the result's `failures`. Raises CompileError in Triton's interpreter mode.
     """
     global _target
     from triton import knobs

@@ -1,8 +1,8 @@
-"""Which tiles are the quickest on the GPU at hand, for the shapes that a run asks for.
+"""Searches the fastest launch configurations of kernels on this machine's GPU, for the shapes of a run (`baton tune`).
 
-The one thing to know: a choice is made step by step, from the configuration in use; of a step's fields all combinations are tried:
-some are only good together. One is taken where it is at least 2 % quicker and the outputs and gradients are those of the
-configuration in use to the rounding of their type. All of a step is compiled at once. Nothing of this happens in a run.
+The search starts at the configuration in use and goes step by step. A step tries all combinations of a few fields, because some
+values are only good together, and compiles them at once. It adopts a combination that is at least 2 % faster and whose outputs and
+gradients equal those of the configuration in use up to rounding. Runs never search; they read the table (launch_configs).
 """
 
 import itertools
@@ -32,7 +32,7 @@ from baton.kernels.short_conv import triton_launch as short_conv
 
 LEAST_GAIN = 0.02
 REPETITIONS = 11
-FLUSHED = 256 * 2**20  # bytes written before each call, more than any L2 has
+FLUSHED = 256 * 2**20  # bytes written before each call to evict L2, more than any L2 has
 FLUSH_MS = 0.05  # that takes, at least
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -80,16 +80,20 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
     ),
     short_conv.KERNEL: ({"block_d": (64, 128, 256), "block_t": (4, 8, 16)}, {"span": (64, 128, 256, 512)}),
 }
-"""Of each kernel the fields that are tried together, in this order. Not borders: `baton plan` counts with them."""
+"""For each kernel, the steps of the search: tuples of fields that are varied together. Chunk lengths that `baton plan` relies on
+are not varied."""
 
 Call = Callable[[Any], list[Tensor]]
-"""Outputs and gradients of a call with the tiles it is given."""
+"""A call with a given launch configuration; returns outputs and gradients."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """tiles: the quickest found, where they differ from a kernel's defaults. before_ms, after_ms: forward and backward together,
-    median, with the configuration in use and with these."""
+    """Result of a search.
+
+    config: the fields of the fastest configuration that differ from the kernel's defaults.
+    before_ms, after_ms: median time of forward and backward in milliseconds, with the configuration in use and with the fastest.
+    """
 
     request: launch_configs.Request
     config: dict[str, int]
@@ -102,7 +106,7 @@ class Tuned:
         return f"{self.request.kernel} ({sizes}): {config}; {self.before_ms:.3f} -> {self.after_ms:.3f} ms"
 
     def entry(self, device: torch.device, dtype: torch.dtype) -> launch_configs.Entry:
-        """The table's row, under the most particular of the device's names."""
+        """The row for the table, under the most specific of the device's names."""
         sizes = ", ".join(f"{name} {size}" for name, size in self.request.sizes.items())
         precision = str(dtype).removeprefix("torch.")
         why = f"{self.after_ms:.3f} ms beside {self.before_ms:.3f}, forward and backward, {precision}: {sizes}"
@@ -112,8 +116,8 @@ class Tuned:
 
 
 def tune(requests: Sequence[launch_configs.Request], device: torch.device, dtype: torch.dtype) -> Iterator[Tuned]:
-    """The fastest launch configurations of each request. Raises LaunchConfigError where a candidate fails on the GPU: it names
-    it."""
+    """The fastest launch configuration for each request. Raises LaunchConfigError, which names the candidate, if one crashes the
+    GPU."""
     for request in requests:
         call, default, used = _SETUPS[request.kernel](request, device, dtype)
         expected, best, before = call(used), used, _milliseconds(call, used, device)
@@ -126,7 +130,7 @@ def tune(requests: Sequence[launch_configs.Request], device: torch.device, dtype
             for config in tried:
                 try:
                     took = _measured(call, config, expected, device, dtype)
-                except RuntimeError as error:  # the GPU's context has gone with it, so none of the others can be timed
+                except RuntimeError as error:  # the CUDA context is unusable after that, so no other candidate can be timed
                     raise LaunchConfigError(_failed(request, config, default, error)) from None
                 if took < (1 - LEAST_GAIN) * after:
                     best, after = config, took
@@ -135,7 +139,8 @@ def tune(requests: Sequence[launch_configs.Request], device: torch.device, dtype
 
 
 def _compile(request: launch_configs.Request, tried: Sequence[Any], dtype: torch.dtype) -> None:
-    """Into Triton's cache, on all cores. A candidate that fails is compiled again as it is timed, which says why."""
+    """Compiles the candidates into Triton's cache on all cores. One that fails is compiled again when it is timed, which reports
+    why."""
     here = Target.here()
     assert here is not None
     with compiling(here):
@@ -145,7 +150,7 @@ def _compile(request: launch_configs.Request, tried: Sequence[Any], dtype: torch
 
 
 def _measured(call: Call, config: Any, expected: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> float:
-    """Milliseconds; infinite where something else is computed, or the GPU has no room for such tiles."""
+    """Time of a candidate in milliseconds; infinite if its results differ or it exceeds the GPU's resources."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -155,7 +160,7 @@ def _measured(call: Call, config: Any, expected: Sequence[Tensor], device: torch
 
 
 def _failed(request: launch_configs.Request, config: Any, default: Any, error: RuntimeError) -> str:
-    """Which candidate it was."""
+    """Description of a candidate, for errors."""
     own = asdict(default)
     changed = ", ".join(f"{name} {value}" for name, value in asdict(config).items() if value != own[name]) or "its defaults"
     sizes = ", ".join(f"{name} {size}" for name, size in (request.shape | request.sizes).items())
@@ -167,7 +172,7 @@ def _failed(request: launch_configs.Request, config: Any, default: Any, error: R
 
 
 def _fits(config: Any) -> bool:
-    """What the attributes' descriptions ask for."""
+    """Whether the values satisfy the constraints that the attributes' descriptions state."""
     if isinstance(config, diagonal_scan.LaunchConfig):
         return (
             config.checkpoint_interval % config.block_t == 0
@@ -175,7 +180,7 @@ def _fits(config: Any) -> bool:
             and config.prefetch_t_transition <= config.block_t_transition
         )
     if isinstance(config, lattice.LaunchConfig):
-        # of a warp: more do not fit in registers, and fewer are mostly waited for
+        # slots per warp: with more, registers spill; with fewer, warps mostly wait for memory
         return all(8 <= n <= 16 for n in (config.slots // config.warps, config.slots_backward // config.warps_backward))
     return not isinstance(config, short_conv.LaunchConfig) or config.span % config.block_t == 0
 
@@ -307,7 +312,7 @@ def _lattice(request: launch_configs.Request, device: torch.device, dtype: torch
 
 
 def _eidetic_attention(request: launch_configs.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
-    """With memories of as many rows as the defaults of models have."""
+    """Example inputs with memories of as many rows as in the models' default settings."""
     g, sizes = _generator(device), request.sizes
     shape, dim, window = (sizes["batch"], sizes["tokens"]), sizes["dim"], sizes["window"]
 
@@ -339,7 +344,7 @@ _SETUPS = {
 
 
 def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], limit: float) -> bool:
-    """Not where something is nan."""
+    """Whether all results agree up to rounding; false if there is a NaN."""
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True)]
     return all(float((a - b).norm()) <= limit * float(b.norm()) for a, b in pairs)
 
@@ -349,7 +354,7 @@ def _generator(device: torch.device) -> torch.Generator | None:
 
 
 def _milliseconds(call: Call, config: Any, device: torch.device) -> float:
-    """Median of calls that find nothing in the caches. On a CPU, where kernels are interpreted, of one call."""
+    """Median time of calls with cold L2 in milliseconds. On a CPU, where kernels are interpreted, the time of one call."""
     call(config)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -361,7 +366,7 @@ def _milliseconds(call: Call, config: Any, device: torch.device) -> float:
     flush = torch.empty(FLUSHED, dtype=torch.int8, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPETITIONS)]
     for begin, end in events:
-        # and long enough for what is timed to be launched while it runs
+        # this also keeps the GPU busy while the timed kernels are launched
         for _ in range(2 + math.ceil(2 * host / FLUSH_MS)):
             flush.zero_()
         begin.record()

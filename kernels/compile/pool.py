@@ -1,7 +1,7 @@
-"""Compiles Triton kernels in several processes at once, the dearest kernels first, and says how far it is.
+"""Compiles Triton kernels in several processes, the slowest to compile first, and reports progress.
 
-Each kernel is compiled in a process of its own, forked from this one, so a compiler that crashes or runs out of memory takes down
-one kernel, whose name is known. The results go into Triton's cache: it replaces whole files, so processes and nodes may share it.
+Each kernel is compiled in its own forked process, so a compiler that crashes or runs out of memory affects only one kernel, whose
+name is reported. The results go to Triton's cache, which replaces files atomically, so processes and nodes can share it.
 """
 
 import ctypes
@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 
 SAY_S = 5.0
-"""Between two lines that say how far it is."""
+"""Seconds between two progress lines."""
 
 PROCESS_BYTES = 1 << 30
-"""Memory that a process which compiles a large kernel may need. Measured: 0.4 GiB, of which most is shared with the parent."""
+"""Memory to reserve per compiler process, in bytes. Measured: 0.4 GiB, most of which is shared with the parent."""
 
 SECONDS = {
     "diagonal_scan.triton_forward.diagonal_scan_forward_kernel": 5.0,
@@ -41,29 +41,29 @@ SECONDS = {
     "short_conv.triton_kernels.short_conv_backward_kernel": 2.0,
     "gated_linear_attention.triton_kernels.gla_chunk_dqk_kernel": 1.5,
 }
-"""Processor time in seconds that a kernel takes to compile for sm_90, by its module in baton.kernels and its function: it decides
-the order and the first estimate. Measured on the checks of `baton doctor` and on Mamba, on a busy machine."""
+"""Processor time of compiling a kernel for sm_90 in seconds, by its module in baton.kernels and function, for the order and the
+first estimate. Measured on the checks of `baton doctor` and on Mamba, on a busy machine."""
 
 OTHER_SECONDS = 0.6
-"""Of a kernel that is not in the table."""
+"""Seconds assumed for a kernel that is not in the table."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel to compile. name: its module and function; compile: puts it into Triton's cache."""
+    """A kernel to compile. name: its module and function. compile: compiles it into Triton's cache."""
 
     name: str
     compile: Callable[[], object]
 
     @property
     def seconds(self) -> float:
-        """Expected processor time."""
+        """Expected processor time in seconds."""
         return SECONDS.get(self.name.removeprefix("baton.kernels."), OTHER_SECONDS)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a job. seconds: processor time; failure: one line that says why there is no kernel, or None."""
+    """Outcome of a job. seconds: processor time. failure: the error in one line; None: the kernel was compiled."""
 
     name: str
     seconds: float
@@ -71,7 +71,8 @@ class Outcome:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: by its affinity, its cgroup's quota and, in a SLURM job, the job's cores on this node."""
+    """Number of cores that this process may use, from its affinity, its cgroup's quota and, in a SLURM job, the job's cores
+    here."""
     found = [len(os.sched_getaffinity(0))]
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
@@ -84,7 +85,7 @@ def usable_cores() -> int:
 
 
 def _free_bytes() -> int:
-    """Memory that may be taken without swapping, by the machine and by this process's cgroup."""
+    """Available memory in bytes, of the machine and of this process's cgroup."""
     free = psutil.virtual_memory().available
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
@@ -97,10 +98,10 @@ def _free_bytes() -> int:
 def compile_all(
     jobs: Sequence[Job], what: str, processes: int | None = None, say: Callable[[str], None] | None = None
 ) -> list[Outcome]:
-    """Compile all jobs, and return what became of each.
+    """Compiles all jobs and returns their outcomes. Without jobs no process is started.
 
-    what: the GPU, for the lines. processes: at once (default: the usable cores, fewer where there is little memory). say: takes a
-    line every SAY_S seconds. Without jobs no process is started.
+    what: the GPU's name for progress lines. processes: number of processes (default: the usable cores, fewer if memory is short).
+    say: called with a progress line every SAY_S seconds.
     """
     if not jobs:
         return []
@@ -128,7 +129,7 @@ def compile_all(
 
 
 class _Progress:
-    """Lines about jobs that are compiled, and what became of them."""
+    """Progress lines, and the outcomes of jobs."""
 
     def __init__(self, jobs: Sequence[Job], what: str, processes: int, say: Callable[[str], None] | None) -> None:
         self._say: Callable[[str], None] = say or (lambda line: None)
@@ -154,14 +155,15 @@ class _Progress:
         self.outcomes.append(outcome)
 
     def left_s(self) -> float:
-        """Seconds until all are compiled: what is left for all processes, and at least the longest that runs."""
+        """Estimated seconds until all are compiled: the remaining work over all processes, at least that of the longest running
+        job."""
         now, factor = time.monotonic(), self._took / self._expected
         ages = [(job.seconds * factor, now - began) for job, began in self._running.values()]
         done = sum(min(age, seconds) for seconds, age in ages)
         return max([(self._left * factor - done) / self._processes, *(seconds - age for seconds, age in ages), 1.0])
 
     def due_s(self) -> float:
-        """Seconds until the next line."""
+        """Seconds until the next progress line."""
         return max(0.0, self._said + SAY_S - time.monotonic())
 
     def look(self) -> None:
@@ -177,7 +179,7 @@ class _Progress:
 
 
 def _round(seconds: float) -> int:
-    """Seconds as one says them: an estimate is no better."""
+    """A rounded duration as text, since estimates are rough."""
     return math.ceil(seconds) if seconds < 5 else 5 * math.ceil(seconds / 5)
 
 
@@ -191,7 +193,7 @@ def _start(job: Job) -> tuple[Any, connection.Connection]:
 
 
 def _compile(job: Job, sender: connection.Connection, parent: int) -> None:
-    """In the process of a job."""
+    """Runs a job in its process."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing is left running where the parent is killed
     if os.getppid() != parent:
         os._exit(1)
@@ -201,7 +203,7 @@ def _compile(job: Job, sender: connection.Connection, parent: int) -> None:
     failure = None
     try:
         job.compile()
-    except BaseException as error:  # whatever it is, it belongs to this kernel
+    except BaseException as error:  # any error belongs to this kernel
         failure = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     sender.send((sum(one.ru_utime + one.ru_stime for one in used), failure))

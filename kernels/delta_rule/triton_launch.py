@@ -24,11 +24,11 @@ _backward_kernels = LazyModule("baton.kernels.delta_rule.wy_backward_kernels")
 
 KERNEL = "delta_rule"
 SMALL = 32
-"""Of d_key and d_value, a step of what is inverted, and of what is computed where some beta is 0."""
+"""Columns of d_key and d_value that the inversion, and the computation for beta = 0, process per iteration."""
 ODD_WARPS = 2
-"""At most so many warps of the program that walks backwards where rows do not begin at multiples of 16 bytes, so that its products
-are no wgmma: of those and of loads of single numbers ptxas 12.8, Triton's own, makes a kernel that loses a matrix's descriptor and
-ends the process with an illegal address (d_key 33, d_value 5, bfloat16, with decays). ptxas 13.0 does not."""
+"""Maximum number of warps of the backward state loop if rows are not 16-byte aligned, so that its matmuls are not compiled to
+wgmma. For wgmma with unaligned loads, ptxas 12.8 (Triton's) generates a kernel that loses a matrix descriptor and crashes with an
+illegal address (d_key 33, d_value 5, bfloat16, with decays). ptxas 13.0 does not."""
 
 
 @dataclass(frozen=True)

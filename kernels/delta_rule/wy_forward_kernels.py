@@ -1,19 +1,20 @@
-"""What the delta rule adds to gated linear attention, in Triton: each token's u, what it really writes.
-
-The one thing to know: with u known the delta rule is gated linear attention with one gate per token and u for values, so the
-output is read by the kernels of `baton.kernels.gated_linear_attention.triton_kernels`. In a chunk u solves (I + A) u = beta (v -
-decay S^T k), and A is what is below the diagonal of beta decay k k^T (see `chunked`). The inverse is made row by row in blocks of
-16 tokens, and then block by block; it depends on keys and gates alone, so only two products of a chunk wait for the state. Where
-keys are much alike u is far smaller than what it is the difference of, so what the inverse is multiplied with keeps more than
-bfloat16's digits.
-
-Row strides are known when a kernel is compiled: addresses of a tile's rows then differ by constants, and take few registers.
-
-A long sequence of few heads is walked in pieces at once. What a piece does to the state is S -> M S + add, and M is what it makes
-of a unit state without values: so all pieces are walked with as many more columns, `wy_fold_kernel` goes from piece to piece, and
-they are walked again from what enters each. Cotangents go back by M^T.
+"""The WY representation of the delta rule in Triton: computes u_t, the value that token t writes to the state.
 
 Shape suffixes as in `gated_linear_attention.triton_kernels`: X is d_key, Y d_value.
+
+With u as values, the delta rule is gated linear attention with one gate per token, so the kernels of
+`baton.kernels.gated_linear_attention.triton_kernels` compute the output. In a chunk, u solves (I + A) u = beta (v - decay S^T k),
+where A is the strictly lower triangular part of beta decay k k^T (see `chunked`). (I + A)^-1 is computed row by row in blocks of 16
+tokens, and then block by block. It depends only on keys and gates, so only two products per chunk depend on the state. Where keys
+are similar to each other, u is a small difference of large terms, so the operands of products with the inverse are kept more
+precisely than in bfloat16.
+
+Row strides are compile-time constants, so that the addresses of a tile's rows differ by constants and take few registers.
+
+A long sequence with few heads is split into pieces that are processed in parallel. A piece maps the state S to M S + add. M is the
+result for a unit state without values, so all pieces are first processed with d_key additional columns. `wy_fold_kernel` then
+computes the entering state of each piece, and the pieces are processed again from these states. In the backward pass, gradients of
+states are multiplied by M^T.
 """
 
 import triton

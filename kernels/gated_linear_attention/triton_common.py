@@ -1,15 +1,15 @@
-"""What is left between two tokens, and how a chunk's tokens are read and multiplied, in Triton, for `triton_kernels` and the delta
-rule.
-
-The one thing to know: what is left of key j at query i is the product of what is left of j at a token between them and of that
-token at i. Blocks of 8, 16, ... tokens are joined two by two at such a token, a product of matrices each, of factors of at most 1.
-Within 8 tokens a factor may be more than 1, for the token is one of them: with decays of at least 2^LEAST no factor is more than a
-float holds.
-
-Sums of gates run from a chunk's begin on; differences of them are what lies between two tokens. They are float32 where products are
-of bfloat16, and float64 otherwise, so that no digit is lost to what came before.
+"""Triton functions for the decay between two tokens of a chunk and for loading and multiplying a chunk's tokens, for
+`triton_kernels` and the delta rule.
 
 Shape suffixes as in `triton_kernels`.
+
+The decay from key j to query i is the product of the decay from j to a token between them and the decay from that token to i.
+Blocks of 8, 16, ... tokens are therefore combined pairwise at the token between them with one matmul each, whose factors are at
+most 1. Within a block of 8 tokens the reference token is one of the 8, so a factor may exceed 1; decays are clamped to at least
+2^LEAST, so that factors do not overflow.
+
+Cumulative sums of gates start at a chunk's beginning, and the decay between two tokens is computed from their difference. The sums
+are float32 if matmuls are in bfloat16, and float64 otherwise, so that the difference loses no digits.
 """
 
 import triton

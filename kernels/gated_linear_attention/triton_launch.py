@@ -25,7 +25,7 @@ _kernels = LazyModule("baton.kernels.gated_linear_attention.triton_kernels")
 KERNEL = "gated_linear_attention"
 _DEFAULT = LaunchConfig()
 SCORES_SHARE = 8
-"""Scores are kept for the backward pass where they are at most this part of what is kept of q, k and v."""
+"""Scores are saved for the backward pass if their elements are at most 1 / SCORES_SHARE of those of q, k and v."""
 
 
 def use_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
@@ -89,14 +89,14 @@ def gla_final_state_triton(
 
 
 class LinearAttentionLaunch:
-    """Shapes and launches of one call: scale sum_i rx_i^T S_i ry_i, see `triton_kernels`. low: whether matrix products are
-    computed in bfloat16."""
+    """Shapes and launches of one call: scale sum_i rx_i^T S_i ry_i, see `triton_kernels`. low: whether matmuls are computed in
+    bfloat16."""
 
     def __init__(
         self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: QKV, config: LaunchConfig, *, low: bool
     ) -> None:
         self.swapped = gate == "value"
-        # one query and one key for all heads, which see them by a stride of 0
+        # a query or key that all heads share has a head stride of 0
         self.shared = not self.swapped and given.v.shape[2] > 1 and given.q.stride(2) == given.k.stride(2) == 0
         self.batch, self.length, self.heads, d_value = given.v.shape
         self.query_heads, d_key = given.q.shape[2], given.k.shape[3]
@@ -121,7 +121,7 @@ class LinearAttentionLaunch:
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether the output's scores are kept."""
+        """Whether the output's scores are saved for the backward pass."""
         widths = (x.shape[3] * (1 if x.stride(2) == 0 else x.shape[2]) for x in self.given)
         return SCORES_SHARE * self.query_heads * self.config.chunk <= sum(widths)
 

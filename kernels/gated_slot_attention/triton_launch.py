@@ -1,10 +1,12 @@
-"""Gated slot attention on a GPU: two passes of gated linear attention, keys written to the slots and values read from them.
+"""Gated slot attention on a GPU: two passes of gated linear attention, one over the slots' keys and one over the slots' values.
 
-The one thing to know: the passes share their gate, and what a slot takes in is 1 - alpha. What the link makes of a score is as far
-off as the score is, times its size, so nothing between the two is rounded that need not be: strengths, scores and the gradients of
-weights are float32, and what is read within a chunk is of strengths with twice bfloat16's digits. Scores of slots are kept for the
-backward pass, and the passes' scores of a chunk's tokens; strengths, weights of slots and chunks' states are made again. What is
-given as projected has the derivatives of its activations in the kernels that write its gradients, which lie as it does.
+The passes share the gate alpha; a slot's write strength is 1 - alpha. The slot activation amplifies the error of a score by the
+score's magnitude, so intermediate results between the passes are not rounded: write strengths, scores and the gradients of slot
+weights are float32, and products with write strengths within a chunk use them with twice bfloat16's precision.
+
+The slots' scores and the scores within chunks are saved for the backward pass; write strengths, slot weights and the states between
+chunks are recomputed. For projected inputs (gate_logit_normalizer), the kernels that write the gradients include the derivatives of
+the activations and write into adjacent views like the inputs'.
 """
 
 from collections.abc import Mapping, Sequence
