@@ -1,9 +1,8 @@
-"""Compile what the benchmarks launch, before there is a GPU: ours, `baton tune`'s candidates, and fla's with all that it tries.
+"""Compiles the kernels that the benchmarks launch, on a machine without a GPU: ours, the candidates of `baton tune`, and fla's.
 
-The one thing to know: everything goes into Triton's cache (TRITON_CACHE_DIR), which is as good on another machine at the same path
-and with the same build of Triton (that for another Python is another), and elsewhere as an archive (archive.py); on a GPU that is
-paid by the minute only measuring is left. fla finds the quickest of its kernels' configurations by timing all of them, so all of
-them are compiled; the timing stays.
+Kernels are compiled into Triton's cache (TRITON_CACHE_DIR). The cache can be used on another machine at the same path and with the
+same build of Triton, which differs between Python versions; otherwise use archive.py. GPU time is then spent on measuring only.
+fla times all configurations of its kernels to find the fastest, so all of them are compiled; the timing remains.
 
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/ahead.py train:mamba-1.4b:8x2048 tune:bmojo-1.4b op:gsa peer:gsa:8x2048
 

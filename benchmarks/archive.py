@@ -1,9 +1,9 @@
-"""Kernels that were compiled here, for an installation that has other names for them: another build of Triton, another path.
+"""Moves compiled kernels to an installation with another build of Triton or another path of the cache.
 
-The one thing to know: Triton calls a kernel in its cache by a hash of its own files and of what the kernel is made from, and writes
-down where each file of it lies. So a cache that is copied is not found where Python, hence Triton's build, or the path is another.
-An archive keeps what a name is made from beside the machine code; unpacking makes the names that the installation there looks for.
-What an autotuner has found to be quickest is not packed: it is for where it was measured.
+Triton names a cached kernel by a hash of Triton's own files and of what the kernel is compiled from, and stores the paths of its
+files. A copied cache is therefore not found if the build of Triton (which depends on Python) or the path differs. An archive stores
+the inputs of the hash beside the machine code, and unpacking creates the names for the installation there. Results of autotuning
+are not archived, because they are only valid where they were measured.
 
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/ahead.py --archive kernels.tar.xz train:mamba-1.4b:8x2048
     TRITON_CACHE_DIR=/tmp/there python benchmarks/archive.py kernels.tar.xz     # there, before it is run

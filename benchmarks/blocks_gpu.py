@@ -1,10 +1,10 @@
-"""A block of each model on a GPU (norm, mixer, residual), forward and backward, beside mamba_ssm's, fla's, or our Mamba's.
+"""One block of each model on a GPU (norm, mixer, residual), forward and backward, compared with mamba_ssm's, fla's, or our Mamba's.
 
-The one thing to know: a peer has the same weights, in bfloat16 (mamba_ssm's, whose block wants them so, in fp32 under autocast),
-and both have an fp32 residual stream to which each adds once. Ours has fp32 parameters that it casts in every call. The gates
-compare outputs and gradients of the two, and ours with itself in float32; where a model chooses, as far as a stream rounded to
-bfloat16 leads float32 to other choices. Ours also takes document positions. A model that nobody else trains is held against our own
-Mamba's block of the same call. Where the time goes is printed by kernel.
+Both sides have the same weights and an fp32 residual stream. The peers' weights are bfloat16, except mamba_ssm's, whose block
+needs fp32 weights under autocast. Our parameters are fp32 and cast in every call, and our block also takes document positions. The
+gates compare outputs and gradients of both sides, and ours with itself in float32; for models with discrete choices, to the
+tolerance with which rounding the stream to bfloat16 changes the choices in float32. Models that no other library trains are
+compared with our Mamba block in the same call. The time by kernel is printed.
 
     python benchmarks/blocks_gpu.py [--models mamba-1.4b,gsa-1.3b,lattice-1.3b/sim] [--batch 8] [--tokens 2048]
 """

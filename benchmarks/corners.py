@@ -1,8 +1,9 @@
-"""The equality grid's corners on GPUs: a model of 100M parameters in bfloat16, 20 steps on each layout, against one GPU.
+"""The corners of the equality grid on GPUs: a model of 100M parameters in bfloat16, 20 steps with each layout, compared with one
+GPU.
 
-The one thing to know: rounding alone makes two runs drift apart, so a layout is not held to zero. A control run on one GPU, which
-only takes the batch in other micro-batches, shows how far: a layout passes if its first loss is the one GPU's to 1e-3 and its
-later losses stay within a few times the control's distance.
+Rounding makes two runs diverge, so losses cannot be equal. A control run on one GPU, which differs only in the micro-batch size,
+shows how much: a layout passes if its first loss equals the one GPU's to 1e-3 and its later losses stay within a few times the
+control's difference.
 
     python benchmarks/corners.py [--mixers mamba,lattice] [--steps 20] [--ranks 4] [--folder FOLDER]
 

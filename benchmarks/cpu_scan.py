@@ -1,11 +1,11 @@
-"""Every recurrence as it runs on a CPU against its own definition, a loop over tokens: time and memory of forward and backward.
+"""Every recurrence's CPU implementation compared with its reference, a loop over tokens: time and memory of forward and backward.
 
-The one thing to know: what is measured is whatever `baton.kernels.registry` holds, on each recurrence's own wide example, in
-float32, one thread on one core, with gradients to all inputs and to the entering state, documents packed. All are checked against
-their definitions; of those that differ in options only, the first is timed (`--only` times others). The two forms take turns, and
-times are medians over `--repetitions` (3 where one run takes long) of the thread's processor time, on which other programs have
-little influence. Memory is the peak of what live tensors hold beyond the inputs, the cotangents and what was there before, counted
-storage by storage at every operation: the same in every run, but blind to scratch space inside an operation.
+All recurrences in `baton.kernels.registry` are checked against their references, on their wide examples, in float32, with one
+thread on one core, with gradients to all inputs and to the entering State, and with packed documents. Of recurrences that differ
+only in options, the first is timed (`--only` selects others). The two implementations alternate, and times are medians over
+`--repetitions` (3 if one run takes long) of the thread's processor time, which other programs hardly affect. Memory is the peak of
+live tensors beyond the inputs, the output gradients and earlier tensors, counted by storage at every operator. It is reproducible
+but does not include scratch memory inside operators.
 
     python benchmarks/cpu_scan.py
 """

@@ -1,11 +1,12 @@
-"""Losses of 200 steps on real text in bfloat16: with our kernels, and with PyTorch's operators in their place.
+"""Losses of 200 steps on real text in bfloat16 with our Triton kernels, compared with PyTorch operators in their place.
 
-The one thing to know: every run is a rank of `baton train` as the launcher starts it, with the same text, order and initial values.
-Two bfloat16 runs drift apart by rounding alone, so there is a third one that says how far: with our kernels, and half the rows in a
-micro-batch. Compared are the losses of single steps, over the later half of a run, relative to the loss; gates allow the
-plain form, and our kernels around a residual stream in bfloat16, three times the drift of that third run. In the plain form
-`on_gpu` is false everywhere, and no Triton kernel is launched.
-All runs go at once, since nothing is timed here and most of each is waiting for the host; what is not done in --seconds is ended.
+Every run is one rank of `baton train` with the same text, order and initial values. Rounding makes two bfloat16 runs diverge; a
+third run, with our kernels and half the micro-batch size, shows how much. The relative differences of single steps' losses are
+compared over the second half of the runs. The gates allow three times the third run's difference, both for PyTorch operators
+(`on_gpu` is false everywhere, and no Triton kernel is launched) and for our kernels with a bfloat16 residual stream.
+
+All runs are started at once, because nothing is timed and most of each run is waiting for the host. Runs that are not finished
+after --seconds are ended.
 
     python benchmarks/curves.py [--models mamba,gsa,bmojo,longhorn,lattice] [--steps 200] [--seconds 500]
 """

@@ -1,8 +1,8 @@
-"""The data stream, with and without workers, against raw SentencePiece; our shard reader against plain tar and file reading; and a
-start in the middle of 100 GB.
+"""The data stream with and without workers, compared with raw SentencePiece; the shard reader, compared with reading plain tar
+files and files; and a start in the middle of 100 GB.
 
-The one thing to know: each pair is measured in turns within one run, on as many processes, on the text every machine has: the
-source of the running Python's own standard library. Medians over `--repetitions`. The machine's load is in the log.
+The two sides of a comparison alternate in one run, with the same number of processes, on the source of Python's standard library,
+which every machine has. Results are medians over `--repetitions`. The log has the machine's load.
 
     python benchmarks/data_stream.py
 """

@@ -1,7 +1,6 @@
-"""The demo's first steps on a GPU and on the CPU of the same machine: its kernels train as the definitions' other form does.
+"""The first steps of the demo on a GPU and on the CPU of the same machine, to compare the GPU kernels with the CPU implementations.
 
-The one thing to know: the same data, seed and command, in float32, but for the device; every step's loss and gradient norm are
-compared.
+Both use the same data, seed and command, in float32. The loss and the gradient norm of every step are compared.
 
     python benchmarks/demo_gpu.py [--steps 50]
 """

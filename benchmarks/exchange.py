@@ -1,23 +1,23 @@
-"""What sequence ranks pay for their exchange: forward and backward passes whose States go from rank to rank, beside the same
-without any exchange and beside an all-to-all over heads.
+"""The cost of context parallelism: forward and backward passes that exchange States between ranks, compared with passes without an
+exchange and with an all-to-all over heads.
 
-The one thing to know: a pass is timed from a barrier until the slowest rank is done, so the beginning of the wavefront, where a
-rank waits for its first State, and its end, where the others wait for it, are in it. What a form takes beyond "alone" is exposed.
+A pass is timed from a barrier until the slowest rank has finished, so it includes the start of the wavefront, where a rank waits
+for its first State, and its end, where other ranks wait for it. The time beyond that of "alone" is exposed communication.
 
     python benchmarks/exchange.py [--models mamba-1.4b,gsa-1.3b] [--tokens 16384] [--layers N] [--repetitions 10] [--warm-up 3]
     python benchmarks/exchange.py --tiny [--ranks 2]     # on a CPU, in a minute, on sizes that mean nothing; writes no results
 
-Every visible GPU is a sequence rank. All forms have the same modules, values and tokens, and take turns, pass by pass:
+Every visible GPU is a context rank. All variants have the same modules, values and tokens, and alternate pass by pass:
 
-    ring        States and their cotangents go from neighbour to neighbour when a recurrence has run, as `baton train` has it
-    early       those of linear recurrences are made and sent before (layout.context_comm: early)
-    gather      they are made as early, and gathered by all ranks (layout.context_comm: gather)
+    ring        States and their gradients are sent from neighbour to neighbour after a recurrence has run, as in `baton train`
+    early       those of linear recurrences are computed and sent earlier (layout.context_comm: early)
+    gather      as early, with an all-gather (layout.context_comm: all_gather)
     all-to-all  tokens are exchanged for heads: see exchange_heads.py
-    steps       what a rank computes in a ring, with nobody beside it: how much of the exposed time is no waiting
-    alone       every rank has its own tokens, which nothing comes before
+    steps       the computation of one rank in a ring, without other ranks: the part of the exposed time that is not waiting
+    alone       every rank has tokens of its own and receives no State
 
-Before that, with few layers and tokens, the forms that exchange are held to the whole sequence on one rank: final hidden vectors,
-and the gradients of all parameters, summed over the ranks.
+Before that, with few layers and tokens, the variants that exchange are compared with the whole sequence on one rank: final hidden
+vectors, and the gradients of all parameters, summed over the ranks.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""The rival of exchange.py: sequence ranks that exchange tokens for heads, so that each runs 1 / P of the recurrences, whole.
+"""All-to-all context parallelism, compared in exchange.py: ranks exchange tokens for heads, so that each runs 1 / P of the heads
+over the whole sequence.
 
-The one thing to know: between the two all-to-alls a rank computes what a tensor-parallel one would, over all P T tokens. Each
-tensor is sent once, in its own type, and copied once. Of Mamba and Longhorn the exchange covers convolution and scan, as
-megatron-core's Mamba with context parallelism does: x and z come before the convolution, y goes back behind the scan, and of what
-x_proj makes, a sum over all channels, each rank adds its own part: half the bytes of exchanging what either recurrence reads and
-gives. All else goes through `run_recurrence`, whose inputs are exchanged as they are.
+Between the two all-to-alls a rank computes what a tensor-parallel rank would, for all P T tokens. Each tensor is sent once, in its
+own dtype, and copied once. For Mamba and Longhorn the exchange encloses the convolution and the scan, as in megatron-core's Mamba
+with context parallelism: x and z are exchanged before the convolution, and y after the scan. x_proj's output is a sum over all
+channels, to which each rank adds its part. This takes half the bytes of exchanging the recurrences' own inputs and outputs. For
+other mixers the inputs and outputs of `run_recurrence` are exchanged.
 
 Parameters are whole on every rank, as in the other forms; a rank reads its share, and the gradient of the others' is zero.
 

@@ -1,7 +1,8 @@
-"""Exact backpropagation through time on GPUs: peak memory and time per token beside a plain backward pass, and on sequence ranks.
+"""Exact backpropagation through time on GPUs: peak memory and time per token, compared with a plain backward pass, and with context
+parallelism.
 
-The one thing to know: the gates compare loss and gradient norm of the same step; what plain backward cannot hold is said to be out
-of memory, not left out. Times are of whole steps (forward, backward, update), the fastest of a few.
+The gates compare the loss and the gradient norm of the same step. A case that does not fit in memory with a plain backward pass is
+reported as out of memory. Times are those of whole steps (forward, backward, update), the minimum of a few.
 
     python benchmarks/long_context.py [--model mamba-130m] [--contexts 32768,131072] [--segment 16384] [--ranks 4] [--steps 3]
     python benchmarks/long_context.py --contexts 131072 --ranks 4 --ranks-context 4194304

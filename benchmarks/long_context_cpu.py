@@ -1,9 +1,9 @@
-"""Exact backpropagation through time on a processor: memory and time per token from 64k to 1M tokens, for every mixer.
+"""Exact backpropagation through time on a CPU: memory and time per token from 64k to 1M tokens, for every mixer.
 
-The one thing to know: only what is kept at segment borders may grow with the context: a State per border and, of the tokens, what
-they take themselves (ids, labels, positions, B'MOJO's scores). Each measurement is a process of its own: peak resident bytes of one
-step, after one over few segments that has warmed up. The gate holds the longest context to the shortest one's peak plus 5 % and
-those borders; times are side by side, of one process after the other.
+Memory may grow with the sequence length only by what is stored at segment boundaries: a State per boundary, and per token its id,
+label, position and B'MOJO's score. Each measurement runs in its own process and is the peak resident memory of one step, after a
+warm-up step with few segments. The gate requires that the longest sequence's peak is at most the shortest one's plus 5 % plus those
+boundaries. Times are measured one process after the other.
 
     python benchmarks/long_context_cpu.py [--mixers mamba,lattice] [--tokens 65536,262144,1048576]
 """

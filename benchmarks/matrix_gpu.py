@@ -1,13 +1,13 @@
-"""Matrix states, slots, Lattice and B'MOJO's attention on a GPU, beside fla's, mamba_ssm's and torch's: time and memory.
+"""Matrix-state recurrences, GSA, Lattice and B'MOJO's attention on a GPU, compared with fla's, mamba_ssm's and torch's: time and
+memory.
 
-The one thing to know: every row rests on a gate, the error of outputs, leaving states and all gradients against the definition in
-float64 on the same rounded inputs, at the row's sizes but fewer tokens, with documents that start within and a state that enters,
-in float32 and bfloat16, in memory that is NaN before it is written, twice with the same bits. Times are medians of events around
-whole calls, autograd's and the launches' own included, after something else has filled the cache; and of CUDA graphs of them, where
-the host, which at these sizes may take longer than the kernels, has no part. fla's gated delta rule has no
-backward pass on Hopper with this Triton: it is compared forwards. B'MOJO's attention is held against the same mathematics composed
-of torch's fused attention with masks, block by block, and of its FlexAttention over all memories at once, whose block mask is made
-beforehand.
+Every row passes a gate first: the error of outputs, final States and all gradients against the float64 reference on the same
+rounded inputs, at the row's sizes with fewer tokens, with document starts and an entering State, in float32 and bfloat16, in
+memory that is filled with NaN, and twice with the same bits. Times are medians of CUDA events around whole calls, including
+autograd and launches, with cold caches. They are also measured for CUDA graphs of the calls, because at these sizes the host may
+be slower than the kernels. fla's gated delta rule has no backward pass on Hopper with this version of Triton, so only its forward
+pass is compared. B'MOJO's attention is compared with the same computation composed of torch's fused attention with masks, block by
+block, and with FlexAttention over all memories, whose block mask is built beforehand.
 
 Lattice without projection (osr) is held against its form in PyTorch, which goes token by token and is what a GPU ran before it had
 kernels.

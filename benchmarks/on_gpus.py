@@ -1,8 +1,8 @@
-"""All of the benchmarks that need GPUs, several at once: each GPU has a queue of those for one, then all together those for more.
+"""Runs all benchmarks that need GPUs in parallel: one queue per GPU for those that need one GPU, then those that need more.
 
-The one thing to know: time is what there is little of. A job begins only if what it usually takes is left of --seconds, and one
-that is still running at the end is told to end, which keeps the rows that it has (report.py). What others on the machine do is
-noise: compile beforehand (ahead.py, archive.py) and leave the processors to the benchmarks' own hosts.
+A job starts only if its usual duration is left of --seconds. A job that is still running at the end is asked to end and keeps the
+rows that it has (report.py). Other load on the machine disturbs the measurements: compile beforehand (ahead.py, archive.py) and
+leave the processors to the benchmarks.
 
     python benchmarks/on_gpus.py --seconds 540 [--archive kernels.tar.xz] [--only train,exchange] [--logs FOLDER] [--list]
 """

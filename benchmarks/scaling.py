@@ -1,9 +1,9 @@
-"""Whole optimizer steps at 1.3B on several GPUs: `baton train` itself on each layout, beside one GPU, and beside `baton plan`.
+"""Whole optimizer steps at 1.3B on several GPUs: `baton train` with each layout, compared with one GPU and with `baton plan`.
 
-The one thing to know: layouts that divide the data or the sequence have as much work on every GPU as one GPU alone has (weak
-scaling); layouts that divide the model share one GPU's micro-batch (tensor), or have as many times its micro-batches as there are
-stages (pipeline). All is said as a share of what as many GPUs would do that need nothing of each other. What a plan said
-beforehand, memory of the first rank and seconds of a step, stands beside what was found; a plan leaves out waiting.
+Layouts that split the data or the sequence have the work of one GPU on every GPU (weak scaling). Layouts that split the model
+divide one GPU's micro-batch (tensor), or have one GPU's number of micro-batches times the number of stages (pipeline). Results are
+efficiencies: the share of the throughput of as many independent GPUs. The planned memory of the first rank and the planned seconds
+of a step are reported beside the measured ones; a plan does not include waiting.
 
     python benchmarks/scaling.py [--model mamba-1.4b,gsa-1.3b] [--layouts one,data,sequence,tensor,pipeline] [--micro-batches 4]
 

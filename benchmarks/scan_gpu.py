@@ -1,9 +1,10 @@
-"""The diagonal scans and the short convolution on a GPU, beside mamba_ssm's and causal_conv1d's CUDA kernels: time and memory.
+"""The diagonal scans and the short convolution on a GPU, compared with mamba_ssm's and causal_conv1d's CUDA kernels: time and
+memory.
 
-The one thing to know: every row rests on a gate, the error of outputs and gradients against the definition in float64 on the same
-rounded inputs, at the row's sizes but fewer tokens, cut into as many pieces, in memory that is NaN before it is written, twice with
-the same bits. Times are medians of events around one call, after something else has filled the cache; the peers' kernels are called
-without their autograd functions, on tensors that lie as they like them.
+Every row passes a gate first: the error of outputs and gradients against the float64 reference on the same rounded inputs, at the
+row's sizes with fewer tokens, split into the same number of pieces, in memory that is filled with NaN, and twice with the same
+bits. Times are medians of CUDA events around one call with cold caches. The peers' kernels are called without their autograd
+functions, on tensors in the layout that they prefer.
 
 Peers are used where `selective_scan_cuda` and `causal_conv1d_cuda` can be imported; without them a row compares with a copy of the
 bytes that have to move.

@@ -1,7 +1,7 @@
-"""What a stream of token ids spends its time on: the stages of a reader, and the processor time of its processes.
+"""Time per stage of reading a stream of token ids, and processor time of the reading processes.
 
-The one thing to know: the stages are those of one process that writes rows into shared blocks, as a worker does; each is timed in a
-run of its own, so that no timer is in another's time. Processor time is the system's own count, whatever else runs.
+The stages are those of one process that writes rows to shared memory, as a data worker does. Each stage is timed in its own run, so
+that timers do not affect other stages. Processor time is the operating system's count and does not depend on the machine's load.
 """
 
 import tarfile

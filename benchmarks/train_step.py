@@ -1,9 +1,10 @@
-"""Whole optimizer steps at 1.3B on one GPU: `baton train` itself (its loop, DeepSpeed ZeRO-1, fp32 masters), beside other people's.
+"""Whole optimizer steps at 1.3B on one GPU: `baton train` with its loop, DeepSpeed ZeRO-1 and fp32 masters, compared with other
+libraries.
 
-The one thing to know: every run is the command that users start, on real text, watched from outside through its record and ended
-enough steps are in it; nothing is left out of a step. A run has steps of one micro-batch and of many: its batch grows. Its first
-loss is compared with the reference form's of the same initial values and tokens (float64, no kernel of ours). Peers have bfloat16
-weights and moments, fused AdamW, as many micro-batches, their batch on the GPU beforehand, and processes of their own.
+Every run is the command that users start, on real text. The benchmark reads its metrics.jsonl and stops it when enough steps are
+done, so a step's time includes everything. A run has steps of one micro-batch and of many, by batch-size warm-up. Its first loss
+is compared with that of the float64 reference for the same initial values and tokens. The other libraries' models have bfloat16
+weights and moments, fused AdamW, the same number of micro-batches, a batch that is on the GPU already, and processes of their own.
 
     python benchmarks/train_step.py --model mamba-1.4b [--shapes 8x2048,1x16384,1x131072] [--micro-batches 1,16] [--steps 5]
     python benchmarks/train_step.py --model lattice-sim,lattice-enc,lattice-dec --shapes 8x2048

@@ -1,7 +1,7 @@
 """Real text for train_step.py: the source of Python's standard library, as token ids of a vocabulary of any size.
 
-The one thing to know: a tokenizer learns a few thousand pieces in seconds; the others, up to the model's vocabulary, are there and
-never occur. What a step costs hangs on how many there are, not on what they say.
+A tokenizer learns a few thousand pieces in seconds. The remaining pieces, up to the model's vocabulary size, exist but do not
+occur in the text. The cost of a step depends on their number only.
 """
 
 import sysconfig

@@ -1,8 +1,9 @@
-"""The two other sides of train_step.py, each in a process of its own: the reference form's loss, and other people's models.
+"""The two other sides of train_step.py, each in its own process: the loss of the reference implementations, and other libraries'
+models.
 
-The one thing to know: the reference form is the same model with the same initial values in float64, which none of our Triton
-kernels takes, so every recurrence, norm and loss is PyTorch's. A peer gets every advantage: bfloat16 weights and moments and no
-master copy, its batches on the GPU beforehand, no clip, no check, no record.
+The reference side is the same model with the same initial values in float64, for which no Triton kernel of ours is used:
+recurrences, norms and loss are PyTorch operators. Other libraries' models get every advantage: bfloat16 weights and moments, no
+master copy, batches that are on the GPU already, no gradient clip, no checks, no metrics.
 """
 
 import gc

@@ -1,7 +1,7 @@
-"""A cluster: what its GPUs hold and reach, how fast they exchange, and how its SLURM is spoken to. Torch-free.
+"""A cluster: memory, compute rates, bandwidths and SLURM settings of its nodes. Torch-free.
 
-The one thing to know: all rates are what is reached, not what a data sheet says; the shipped files say where theirs come from, and
-a file of your own with measured rates makes a better plan.
+All rates are achieved rates and not those of data sheets. The shipped files in configs/clusters say where their figures come from.
+A file with rates measured on your own cluster gives better plans.
 """
 
 from importlib.resources import files

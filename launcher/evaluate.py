@@ -1,7 +1,7 @@
-"""`baton evaluate`: one checkpoint of a run, loaded into one process whatever layout wrote it, on the run's own evaluation.
+"""`baton evaluate`: evaluates one checkpoint of a run in a single process, whatever layout wrote it.
 
-The one thing to know: it is the same evaluation as in training, on a fixed set, so its numbers belong beside those in
-metrics.jsonl; they go to evaluations.jsonl, because the run itself may be writing its record at this moment.
+It is the evaluation that training makes, on the same fixed set, so its results are comparable with those in metrics.jsonl. They are
+written to evaluations.jsonl, because the run itself may be writing metrics.jsonl at the same time.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The data and the tokenizer that a run reads, checked before any folder is made or process started. Torch-free.
+"""Checks the data and the tokenizer of a run before a folder is created or a process started. Torch-free.
 
-The one thing to know: whether a text has as many tokens as a batch is not known from its size; where it is in doubt, it is
-tokenized until there are enough.
+The number of tokens in a text is not known from its size. If it is not certain that there are enough for a batch, the text is
+tokenized until there are.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
-"""What ranks send each other in an optimizer step, counted from a run's settings. Torch-free.
+"""Counts the bytes that ranks exchange in an optimizer step from a run's settings. Torch-free.
 
-The one thing to know: bytes are of a ring: an all-reduce of n bytes over p ranks sends 2 n (p - 1) / p from each, an all-gather
-n (p - 1) / p. Counts, norms and flags of a few numbers are left out. Where a gradient goes through several segments, States cross
-each border once: a segment that is run again takes what was kept. Tensor ranks exchange all of the forward pass again.
+Bytes are those of ring algorithms: an all-reduce of n bytes over p ranks sends 2 n (p - 1) / p from each rank, an all-gather
+n (p - 1) / p. Exchanges of a few numbers (counts, norms, flags) are left out. If a gradient passes through several segments, States
+are sent once per boundary, because a segment that runs again uses the State that it has stored. Tensor ranks repeat all
+collectives of a forward pass that runs again.
 """
 
 from collections import Counter

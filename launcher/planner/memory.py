@@ -1,12 +1,13 @@
-"""A run's memory and work on one rank, counted from its settings. Torch-free.
+"""Counts a run's memory and work on one rank from its settings. Torch-free.
 
-The one thing to know: a step has three moments that can be its highest: the loss's backward pass, the layers' backward pass with
-all that forward kept, and the optimizer's step, when nothing of that is left. What stays all the time is under each of them, and
-the highest decides what fits. The sub-blocks' own part is in baton.models.settings, each kind's beside its settings; what ranks
-exchange is in baton.launcher.planner.comm_volume.
+A step has three candidates for its peak memory: the backward pass of the loss, the backward pass of the layers with all saved
+activations, and the optimizer's step, which needs no activations. Permanent memory is added to each, and the maximum decides
+whether a run fits. The costs of sub-blocks are in baton.models.settings, and what ranks exchange in
+baton.launcher.planner.comm_volume.
 
-A pass is the way forwards and backwards of one segment of a micro-batch; a run without segments has one of each sequence. All
-bytes are of one rank of one pipeline stage; where its ranks differ (the two ends of a sequence) of the one that has most.
+A pass is the forward and backward pass of one segment of a micro-batch; without segments, of a micro-batch. A surveyed segment is
+one that first runs forward without a graph, only for its final State. All bytes are those of one rank of one pipeline stage. If
+the ranks of a stage differ (the two ends of a sequence), they are those of the rank with the most.
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,9 @@
-"""Which settings make a run fit that does not: legal changes, tried from the least costly on. Torch-free.
+"""Finds settings with which a run that does not fit in memory fits, by trying legal changes in order of cost. Torch-free.
 
-The one thing to know: exact segments are the only change whose memory does not grow with the context, and they compute less again
-than recomputation does: of k segments k - 1 go forwards twice. So one sequence at a time is cut before it is recomputed. With
-several stages that is the other way round, because these cannot fill each other's waiting with other micro-batches any more.
+Exact segments are the only change that makes memory independent of the sequence length. They also recompute less than full
+recomputation does: of k segments, k - 1 run forward twice. Therefore, with one sequence per micro-batch, segments are tried before
+recomputation. With several pipeline stages the order is reversed, because segments of one sequence cannot fill the pipeline as
+micro-batches do.
 """
 
 from collections.abc import Iterator

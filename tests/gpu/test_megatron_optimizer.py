@@ -1,7 +1,7 @@
-"""megatron-core's DDP and distributed optimizer as an oracle: the same model, batches and layout, another library's update.
+"""Compares training with megatron-core's DDP and distributed optimizer, for the same model, batches and layout.
 
-The one thing to know: they reduce-scatter gradients into buffers of their own, shard the optimizer by those buffers, and compute
-norm and clip themselves; nothing of DeepSpeed or training.step.executor runs. They need GPUs.
+megatron-core reduce-scatters gradients into its own buffers, shards the optimizer by these buffers, and computes the norm and the
+clip itself; neither DeepSpeed nor training.step.executor is involved. The tests need GPUs.
 """
 
 import pytest

@@ -1,9 +1,9 @@
-"""Triton's interpreter with bfloat16's arithmetic. As it comes, it adds, multiplies and compares the bits as if they were integers,
-and cuts digits off where a GPU rounds.
+"""Correct bfloat16 arithmetic in Triton's interpreter, which adds, multiplies and compares bfloat16 bits as integers and truncates
+where a GPU rounds.
 
-The one thing to know: within `bfloat16_is_rounded` every operation on bfloat16 is float32's, rounded to the nearest, of two the
-even one; products of matrices are float32's of bfloat16's numbers, as tensor cores'. So a kernel's form for GPUs runs as it would
-there, but for the order of sums. `products_of_bfloat16` makes the kernels that ask whether there is a GPU choose that form.
+In `bfloat16_is_rounded`, an operation on bfloat16 is computed in float32 and rounded to nearest even, and matmuls multiply bfloat16
+values and accumulate in float32, as tensor cores do. A kernel then computes what it computes on a GPU, up to the order of sums.
+`products_of_bfloat16` makes kernels that check for a GPU use their GPU code path.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""No kernel reads or writes beyond what it was given: Triton's interpreter, watched.
+"""Checks in Triton's interpreter that kernels read and write only inside their arguments.
 
-The one thing to know: on a GPU such a read mostly finds other tensors, and nobody notices until it finds none. Here every address
-of a load or store that its mask lets through must lie in the storage of an argument.
+On a GPU an out-of-bounds read usually hits another tensor and goes unnoticed. Here every address of a load or store that is not
+masked must lie in the storage of an argument.
 """
 
 from collections.abc import Iterator

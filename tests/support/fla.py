@@ -1,8 +1,7 @@
-"""The plain PyTorch definitions of flash-linear-attention (distribution fla-core): recurrences as somebody else wrote them.
+"""Reference implementations of recurrences in plain PyTorch from flash-linear-attention (distribution fla-core).
 
-The one thing to know: importing its packages imports triton, which a machine without a GPU need not have, so a single file is
-loaded from where the distribution lies, without the packages around it. fla-core is in the extra `oracles`: where it is missing
-a test fails. Its functions compute in float32 whatever they are given.
+Importing the package imports triton, which a machine without a GPU need not have. A file is therefore loaded by its path, without
+the packages around it. fla-core is in the extra `oracles`; without it, tests fail. The functions compute in float32 for all dtypes.
 """
 
 import importlib.util

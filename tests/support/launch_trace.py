@@ -1,8 +1,9 @@
-"""What the check and a step of small models launch on a GPU, and what `baton compile` compiles for them: printed as JSON.
+"""Prints as JSON the kernels that the kernel check and a training step of small models launch, and those that `baton compile`
+compiles for them.
 
-The one thing to know: no GPU is needed. Launches are noted and do nothing, with all that Triton makes a kernel's name of: dtypes,
-whether addresses and numbers are multiples of 16, constants. One time the model is on a CPU that is taken for a GPU, with real
-addresses, as DeepSpeed lays them out; the other time on the meta device. A process of its own, whose kernels are no longer any.
+It needs no GPU. Launches are recorded and do nothing; a record has everything in a kernel's cache key: dtypes, whether addresses
+and integers are multiples of 16, constants. With "real" the model is on a CPU that counts as a GPU, with addresses as DeepSpeed
+lays them out; with "ahead" it is on the meta device. It runs in a process of its own because it replaces the kernels.
 
     python launch_trace.py real|ahead MIXER [MIXER ...]
 """

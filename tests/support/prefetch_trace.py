@@ -1,8 +1,7 @@
-"""What kernels in Triton's interpreter ask for ahead of time: that it is there, and what they load without having asked for it.
+"""Checks prefetches of kernels in Triton's interpreter: that prefetched addresses exist, and which loads were not prefetched.
 
-The one thing to know: whatever is asked for, the numbers are the same, so no comparison notices lines that are asked for in vain,
-too late or not at all. The interpreter leaves `triton_prefetch.prefetch` out; here a byte of each line is read instead, which
-`bounds_checked` watches.
+A prefetch does not affect results, so comparisons cannot find prefetches that are unnecessary, too late or missing. The interpreter
+omits `triton_prefetch.prefetch`; here it reads one byte of each cache line instead, which `bounds_checked` watches.
 """
 
 from collections import defaultdict

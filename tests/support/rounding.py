@@ -1,8 +1,7 @@
-"""What products of bfloat16 lose by themselves: what is kept between launches stays float32 here, and is rounded where it is
-multiplied. With all of bfloat16's rounding kernels run as `support.bfloat16` has it.
+"""Rounds the operands of matmuls in Triton's interpreter to bfloat16 and keeps everything between launches in float32, to measure
+the error of bfloat16 matmuls alone. `support.bfloat16` rounds everywhere.
 
-The one thing to know: within `products_are_rounded` the kernels of gated linear attention multiply as on a GPU where products are
-of bfloat16, with its launch configurations.
+In `products_are_rounded` the kernels of gated linear attention use their code path and launch configurations for bfloat16 on a GPU.
 """
 
 from contextlib import contextmanager
