@@ -1,1 +1,1 @@
-"""The way in: the `baton` command, the typed run configuration, and the starting of processes on this machine."""
+"""The `baton` command, the typed run configuration, and starting processes on this machine."""

@@ -1,8 +1,8 @@
-"""The node's process that compiles a run's kernels while its ranks start: forked by the node's first rank, which waits for it.
+"""Compiles a run's kernels while its ranks start, in one process per node, which the node's first rank forks and waits for.
 
-The process is forked before the rank has to do with CUDA, and forks one process for each kernel (kernels/compile/pool.py). What it
-has compiled is listed in a file in Triton's cache: a later start of the same run finds the list, and starts no process. Torch-free
-until the process is forked.
+The process is forked before the rank initializes CUDA, and forks one process per kernel (kernels/compile/pool.py). The compiled
+kernels are listed in a file in Triton's cache. A later start of the same run finds the list and starts no process. Torch-free until
+the process is forked.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
-"""Python's bytecode of installed packages, kept in a folder of its own where it is not kept beside their sources.
+"""Keeps the bytecode of installed packages in a separate folder if it is not stored beside their sources.
 
-Container images often hold PyTorch without its `__pycache__` folders and set PYTHONDONTWRITEBYTECODE, so each process compiles
-thousands of modules when it imports them: 7 s of processor time on an H100's host, in every start. PYTHONPYCACHEPREFIX makes Python
-write the bytecode to, and read it from, another folder.
+Container images often have PyTorch without its `__pycache__` folders and set PYTHONDONTWRITEBYTECODE. Each process then compiles
+thousands of modules on import, which takes 7 s of processor time on an H100's host at every start. PYTHONPYCACHEPREFIX makes Python
+write and read the bytecode in another folder.
 """
 
 import hashlib
@@ -13,9 +13,9 @@ from pathlib import Path
 
 
 def keep() -> None:
-    """Have this process, and all that it starts, keep bytecode in `folder` where PyTorch's has none beside it.
+    """Makes this process and its children keep bytecode in `folder` if PyTorch has no bytecode beside its sources.
 
-    Changes nothing where PYTHONPYCACHEPREFIX is set. A folder that cannot be written to costs nothing: Python goes on without.
+    Does nothing if PYTHONPYCACHEPREFIX is set. If the folder cannot be written to, Python continues without bytecode.
     """
     if sys.pycache_prefix is not None:
         return
@@ -28,7 +28,7 @@ def keep() -> None:
 
 
 def folder(packages: Path) -> Path:
-    """The folder for the bytecode of an installation: another set of versions has another one.
+    """The bytecode folder of an installation, which depends on the installed versions.
 
     Python takes bytecode for that of a source with the same path, time and size, which files of two container images can have.
     """

@@ -1,8 +1,8 @@
-"""Which settings of a run may change: at any start, in place, only in a fork of it, or in no run that goes on. Torch-free.
+"""Which settings of a run may change at any start, which with --change, which only in a fork, and which not at all. Torch-free.
 
-A change is in place when the run directory stays the same. Settings of MAY_CHANGE need nothing; training.steps may change as long
-as the learning rates of all steps that are done stay what they were; the optimizer's settings and the schedule's need --change,
-which records them in events.jsonl. All others need a new run directory (`baton fork`), or a new run.
+A change is in place if the run directory stays the same. Settings in MAY_CHANGE may change at any start. training.steps may change
+if the learning rates of all completed steps stay the same. Settings of the optimizer and the schedule need --change, which records
+them in events.jsonl. All others need a new run directory (`baton fork`) or a new run.
 """
 
 import json
@@ -43,12 +43,12 @@ MAY_CHANGE = (
     "training.monitoring",
     "training.guard",
 )
-"""Settings that a run may change from one start to the next. None of them changes what is learned (beyond rounding), but for
-data.mixture and data.append, which are there to be changed; data.path, data.sources and data.tokenizer only say where things lie:
-their contents are checked by fingerprint. data.cases only say what is measured."""
+"""Settings that may change at any start. None of them changes the result (beyond rounding), except data.mixture and data.append,
+which are meant to be changed. data.path, data.sources and data.tokenizer are locations, whose contents are checked by fingerprint.
+data.cases decides only what is measured."""
 
 IN_PLACE = ("training.steps", "training.optimizer", "training.schedule")
-"""Settings that --change lets a run change from one start to the next, recorded in events.jsonl."""
+"""Settings that may change with --change, which records the change in events.jsonl."""
 
 ORDER = (
     "data",
@@ -59,16 +59,16 @@ ORDER = (
     "training.sequence_length_warmup",
     "training.batch_size_warmup",
 )
-"""Settings that decide which tokens a step reads, next to MAY_CHANGE: a fork that changes one begins its data anew."""
+"""Further settings that decide which tokens a step reads. A fork that changes one restarts its data."""
 
 _GROUPS = ("training.optimizer.lr_overrides", "training.bptt")
-"""Settings that are named as a whole on a command line."""
+"""Settings that a command line sets as a whole."""
 
 _SHOWN = 4
-"""Changes that a suggested command repeats."""
+"""Maximum number of changes that a suggested command spells out."""
 
 BEGINNING = ("training.initial_weights",)
-"""Settings of a run's first step alone: they have no meaning for a fork."""
+"""Settings that affect only a run's first step, so a fork ignores them."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ def with_changes_in_place(old: RunConfig, new: RunConfig) -> RunConfig:
 
 
 def refusal(folder: Path, old: RunConfig, new: RunConfig, done: int, *, change: bool) -> str | None:
-    """Why the run in `folder` cannot go on with other settings, and what to do instead; None: it can.
+    """Why the run in `folder` cannot continue with the new settings, and what to do instead; None: it can.
 
-    done: steps of its newest checkpoint. change: whether --change was given.
+    done: step of its newest checkpoint. change: whether --change was given.
     """
     different = changes(old, new)
     others = [each for each in different if not each.is_of(IN_PLACE)]
@@ -176,7 +176,7 @@ def _refusal_in_place(
 
 
 def _what_is_learned(run: RunConfig) -> dict[str, Any]:
-    """The settings, with exact segments as what they are equal to: none."""
+    """The settings, with exact segments replaced by none, to which they are equivalent."""
     values = run.model_dump(mode="json")
     if run.training.bptt is not None and run.training.bptt.mode == "exact":
         values["training"]["bptt"] = None

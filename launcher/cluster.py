@@ -23,7 +23,7 @@ class _Settings(BaseModel):
 
 
 class MatmulRates(_Settings):
-    """Of one GPU, in TFLOP/s (10^12 operations; a multiply-add is two)."""
+    """Matmul rates of one GPU in TFLOP/s (10^12 operations; a multiply-add counts as two)."""
 
     bfloat16: float = Field(gt=0, description="large matrix products in bfloat16 with float32 sums")
     float32: float = Field(
@@ -32,14 +32,14 @@ class MatmulRates(_Settings):
 
 
 class Bandwidth(_Settings):
-    """Of one GPU, one direction, in GB/s (10^9 bytes): what it sends in a large collective."""
+    """Bandwidths of one GPU in one direction in GB/s (10^9 bytes), achieved in large collectives."""
 
     in_node: float = Field(gt=0, description="to the other GPUs of its node")
     between_nodes: float = Field(gt=0, description="to other nodes, its share of the node's network")
 
 
 class Cluster(_Settings):
-    """Nodes of equal GPUs, as many as the run's layout asks for."""
+    """A cluster of nodes with equal GPUs, with as many nodes as a run's layout needs."""
 
     name: str = Field(min_length=1, description="of the cluster, for the plan's heading")
     gpus_per_node: int = Field(ge=1, description="GPUs that the fast network joins")
@@ -57,22 +57,22 @@ class Cluster(_Settings):
 
     @property
     def usable_gib(self) -> float:
-        """Memory of one GPU that a rank may fill, GiB."""
+        """Memory of one GPU that a rank can use, in GiB."""
         reserved = self.reserved_gib
         return self.memory_gib - (reserved_bytes(int(self.memory_gib * GIB)) / GIB if reserved is None else reserved)
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks that a job starts on a node."""
+        """Number of ranks that a job starts on a node."""
         return (self.slurm.ranks_per_node if self.slurm is not None else None) or self.gpus_per_node
 
     @property
     def kind(self) -> Kind:
-        """Of device that ranks have."""
+        """Kind of device of the ranks."""
         return "cuda" if self.slurm is None or self.slurm.gpus else "cpu"
 
     def seconds(self, sent: int, members: int, stride: int, *, pairs: bool = False) -> float:
-        """Time to send `sent` bytes per rank in a group of `members` ranks, numbered `stride` apart, as a ring would.
+        """Seconds to send `sent` bytes per rank in a ring of `members` ranks whose numbers are `stride` apart.
 
         A ring enters and leaves a node once, through as many network shares as it has members there. With pairs each rank sends to
         its neighbour, and the time is that of the slowest, whose neighbour is on another node.
@@ -87,7 +87,7 @@ class Cluster(_Settings):
 
 
 def reserved_bytes(memory: int) -> int:
-    """Bytes of a GPU that no tensor gets, where no cluster says it. memory: the GPU's bytes.
+    """Bytes of a GPU that tensors cannot use, if no cluster file says it. memory: the GPU's bytes.
 
     On an H100 (79.2 GiB for PyTorch) a run that was planned to take 74.8 GiB ran out of memory, and one of 73.8 GiB did not.
     """

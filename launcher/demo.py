@@ -1,6 +1,6 @@
-"""`make demo`: text in, a trained, killed, resumed and writing model out, on this machine, in five minutes.
+"""`make demo`: trains a model on text of this machine, kills and resumes the training, and generates text, in five minutes.
 
-The corpus is real text that every machine has: the source of the running Python's own standard library.
+The text is the source of the running Python's standard library, which every machine has.
 """
 
 import lzma

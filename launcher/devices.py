@@ -1,4 +1,4 @@
-"""Which kind of device a run on this machine gets, and its memory, found without importing torch."""
+"""Determines the kind of device for a run on this machine, and its memory, without importing torch."""
 
 import ctypes
 import importlib.util
@@ -12,7 +12,7 @@ Kind = Literal["cpu", "cuda"]
 
 
 def kind_here(wanted: Literal["auto", "cpu", "cuda"]) -> Kind:
-    """The kind of device that ranks started here have. auto: a GPU where torch would find one."""
+    """The kind of device of ranks on this machine. auto: a GPU if torch would find one."""
     if wanted != "auto":
         return wanted
     return "cuda" if _torch_uses_cuda() and _gpus() else "cpu"
@@ -25,7 +25,7 @@ def _torch_uses_cuda() -> bool:
 
 
 def _gpus() -> int:
-    """GPUs that NVIDIA's driver has, and CUDA may use."""
+    """Number of GPUs that the NVIDIA driver reports and CUDA may use."""
     if not _may_be_seen():
         return 0
     with _nvml() as nvml:
@@ -33,7 +33,7 @@ def _gpus() -> int:
 
 
 def gpu_memory() -> tuple[int, int] | None:
-    """How many GPUs CUDA may use on this machine, and the bytes of the smallest. None: there are none, or it is not known."""
+    """Number of GPUs that CUDA may use, and the memory of the smallest in bytes. None: no GPU, or unknown."""
     if not _may_be_seen():
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -52,7 +52,7 @@ def _may_be_seen() -> bool:
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """NVIDIA's management library, which touches no GPU; None where there is none."""
+    """NVIDIA's management library (NVML), which does not initialize GPUs; None if it is not installed."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -1,27 +1,27 @@
-"""Errors of the command line and the configuration, and what becomes of any error there."""
+"""Errors of the command line and the configuration, and the mapping from any exception to an exit status and a message."""
 
 import errno
 
 from baton.data_pipeline.errors import StorageError, error_reason, is_transient
 
 _OF_DISKS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors that are of no other device, also where they do not name their file."""
+"""Errno values that count as errors of storage even without a file name."""
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What errors without a type of their own say: NCCL's, torch's of the host's memory, cuBLAS's."""
+"""Messages of out-of-memory errors that have no exception type of their own: NCCL's, torch's for host memory, cuBLAS's."""
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used: what, where and what to do, in one line."""
+    """A configuration cannot be used. The message says in one line what is wrong, where, and what to do."""
 
     exit_status = 2
 
 
 class BusyError(Exception):
-    """A run directory that another process holds, or makes. This is not bad input: the same command works when that process has
-    ended.
+    """Another process holds or creates the run directory. The same command works when that process has ended, so exit_status is 75
+    (sysexits' EX_TEMPFAIL).
 
-    job: the SLURM job of that process; None: it has none, or it is not known. (75: sysexits' "try again later")
+    job: the SLURM job of that process; None: it has none, or it is unknown.
     """
 
     exit_status = 75
@@ -32,9 +32,9 @@ class BusyError(Exception):
 
 
 def explained(error: Exception) -> tuple[int | None, str]:
-    """The exit status and the sentence of an error. None: it is a fault of the program, whose traceback is needed.
+    """The exit status and message of an error. Status None: a bug, whose traceback is needed.
 
-    A file system's error needs none: the file, and what the system said, are all there is to know.
+    Errors of file systems need no traceback; their message has the file and the system's message.
     """
     status = getattr(error, "exit_status", None)
     if status is not None:
@@ -46,7 +46,7 @@ def explained(error: Exception) -> tuple[int | None, str]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, says that a device or the host had no memory left."""
+    """Whether an error or its cause is out of memory on a device or the host."""
     while error is not None:
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
             return True

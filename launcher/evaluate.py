@@ -35,10 +35,10 @@ NAME = "evaluations.jsonl"
 
 
 class _Sheet:
-    """Stands where training has its monitor: a row, and the same on the console."""
+    """Replaces training's monitor: writes a row, and prints it on the console."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError when `path` cannot be written: an evaluation takes long, and its result must have a place."""
+        """Raises ConfigError if `path` cannot be written, so that a long evaluation does not lose its result at the end."""
         self._path = path
         try:
             path.open("a").close()
@@ -62,10 +62,10 @@ class _Sheet:
 
 
 def evaluate_checkpoint(folder: Path, step: int | None = None, device: str = "auto", out: Path | None = None) -> None:
-    """Evaluate the checkpoint of `step` (None: the newest) and add a row to `out` (None: evaluations.jsonl of the run).
+    """Evaluates the checkpoint of `step` (None: the newest) and appends a row to `out` (None: the run's evaluations.jsonl).
 
-    Raises ConfigError when the checkpoint is not there or `out` cannot be written, CheckpointError when the checkpoint is not
-    whole, or not of this run.
+    Raises ConfigError if the checkpoint does not exist or `out` cannot be written, and CheckpointError if the checkpoint is
+    incomplete or belongs to another run.
     """
     config = read_config(folder / "config.yaml")
     path = newest(folder / "checkpoints") if step is None else folder / "checkpoints" / f"step-{step:08d}"

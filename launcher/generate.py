@@ -1,4 +1,4 @@
-"""`baton generate`: a run's newest checkpoint, loaded into one process whatever layout wrote it, writes text."""
+"""`baton generate`: generates text from a run's newest checkpoint in a single process, whatever layout wrote it."""
 
 import sys
 from pathlib import Path
@@ -23,8 +23,8 @@ from baton.training.evaluation.generation import generate
 def generate_text(
     folder: Path, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int, device: str = "auto"
 ) -> str:
-    """Text that goes on from `prompt`. Raises CheckpointError when the run has no checkpoint that verifies, ConfigError when it has
-    learned no text."""
+    """Generates text that continues `prompt`. Raises CheckpointError if the run has no valid checkpoint, and ConfigError if it was
+    not trained on text."""
     _check_prompt(prompt)
     config = read_config(folder / "config.yaml")
     if not isinstance(config.data, ShardsConfig):
@@ -64,7 +64,7 @@ def generate_text(
 
 
 def _check_prompt(prompt: str) -> None:
-    """Refuse a prompt whose bytes on the command line were not UTF-8: Python hands each such byte on as a lone surrogate."""
+    """Raises ConfigError for a prompt that was not UTF-8 on the command line; Python passes invalid bytes on as lone surrogates."""
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -20,11 +20,11 @@ from baton.training.config_checks import with_vocabulary
 from baton.training.monitoring.wandb_writer import check_wandb
 
 BYTES_PER_TOKEN = 16
-"""More than a tokenizer makes of a whole corpus: one that has as many bytes for every token of a batch is not looked at."""
+"""Bytes per token that no corpus exceeds. A text with this many bytes per token of a batch is not tokenized for the check."""
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Refuse data that is missing or does not fit, and a package that is. Raises ConfigError, DataError or RunError."""
+    """Checks that the data exists and fits and that needed packages are installed. Raises ConfigError, DataError or RunError."""
     check_wandb(config.training.monitoring.wandb)
     if not isinstance(config.data, ShardsConfig):
         return  # a synthetic task has no files; its settings are checked with all others
@@ -52,9 +52,9 @@ def check_inputs(config: RunConfig) -> None:
 
 
 def with_known_vocabulary(config: RunConfig) -> RunConfig:
-    """The configuration with its task's or tokenizer's vocabulary. A model that names its own needs no tokenizer to be planned.
+    """The configuration with its task's or tokenizer's vocabulary size. If model.vocab_size is set, no tokenizer is needed.
 
-    Raises ConfigError where nothing says how large the vocabulary is.
+    Raises ConfigError if the vocabulary size is unknown.
     """
     if not isinstance(config.data, ShardsConfig):
         model = with_vocabulary(config.model, config.data.vocab_size, None)
@@ -74,9 +74,9 @@ def with_known_vocabulary(config: RunConfig) -> RunConfig:
 
 
 def missing_inputs(config: RunConfig) -> list[str]:
-    """One line for each file that the run reads and that is not there yet: a plan can be made without it, a run cannot start.
+    """One line for each missing input file. A run can be planned without them, but not started.
 
-    Only folders of this machine are looked at: a plan asks no server, and runs no command of a pipe.
+    Only local folders are checked: a plan contacts no server and runs no command of a pipe.
     """
     if not isinstance(config.data, ShardsConfig):
         return []
@@ -94,7 +94,7 @@ def missing_inputs(config: RunConfig) -> list[str]:
 
 
 def _tokens(datasets: Sequence[Dataset], tokenizer: Tokenizer, wanted: int) -> int:
-    """Tokens of the training documents with their marks, counted up to `wanted` or a little more."""
+    """Number of tokens in the training documents including EOD tokens, counted up to `wanted` or slightly more."""
     found = 0
     for dataset in datasets:
         shards = dataset.require("train")

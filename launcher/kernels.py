@@ -1,4 +1,4 @@
-"""`baton doctor` and `baton compile`: kernels checked on this machine, and compiled before a run starts."""
+"""`baton doctor` and `baton compile`: checks kernels on this machine, and compiles them before a run starts."""
 
 import sys
 import threading
@@ -19,10 +19,9 @@ from baton.training.kernel_tools.doctor import check_result, compile_checks, ref
 
 
 def check_machine(wanted: str) -> int:
-    """Compare every recurrence with its definition, print what was found, and return the exit status.
+    """Compares every recurrence with its reference, prints the results, and returns the exit status.
 
-    wanted: "cpu", "cuda" or "auto". On a GPU all kernels are compiled first, by other processes, while this one computes what the
-    definitions say.
+    wanted: "cpu", "cuda" or "auto". For a GPU, other processes compile all kernels first, while this one computes the references.
     """
     say = partial(print, flush=True)
     # before this process has to do with CUDA: those that compile are forked from it
@@ -56,10 +55,11 @@ def _compile_checks(gpu: Target, say: Callable[[str], None]) -> None:
 def compile_run(
     path: Path, overrides: list[str], capability: int | None, gpu: str, processes: int | None = None, dearest: int = 0
 ) -> int:
-    """Compile what a run launches, and return the exit status. Progress goes to standard error.
+    """Compiles the kernels that a run launches, and returns the exit status. Progress is printed to stderr.
 
-    capability, gpu: of the GPU; None: the one here. processes: that compile (default: the usable cores). dearest: how many of the
-    kernels that took longest are printed.
+    capability, gpu: compute capability and name of the GPU; None: this machine's.
+    processes: number of compiler processes (default: the usable cores).
+    dearest: number of slowest kernels to list.
     """
     wanted = Target.asked() if capability is None else Target(capability, gpu)
     if wanted is None:

@@ -1,8 +1,8 @@
-"""Which rank hangs: signs of life and process states of this machine's ranks, whose fault a silence is, and the sentence about it.
+"""Detects hanging ranks from heartbeats and process states of this machine's ranks, and determines which rank the others wait for.
 
-`baton train` and the agents of SLURM jobs both watch with this module. A silence is measured by the watching process's own steady
-clock, as the time since a rank's signs were last seen to change, without the time in which the watcher itself did not run (as when
-the whole machine sleeps). Clocks of other nodes and times of files are never compared with it.
+`baton train` and the agents of SLURM jobs both use this module. A heartbeat's age is measured with the watching process's monotonic
+clock, from the moment at which a change was last seen, without periods in which the watcher itself did not run (for example while
+the machine was suspended). Clocks of other nodes and modification times of files are not used.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from baton.training.monitoring.heartbeat import HEARTBEAT_DIR, Beat, create_file
 
 LOOK_S = 0.25
 LAST_WORDS_S = 3.0
-"""For ranks to write their stacks."""
+"""Seconds for ranks to write their stack traces."""
 
 _GAP_S = 2.0
-"""A longer time between two looks was not spent looking, and counts as this much."""
+"""Maximum time between two looks that counts, in seconds. After a longer gap the watcher itself was not running."""
 
 _ASIDE = "stopped by a signal (SIGSTOP, or a debugger): it can say nothing\n"
 
 
 @dataclass
 class Seen:
-    """What is known of a rank. Seconds: silent, stopped by a signal, and in the kernel's uninterruptible sleep without a break."""
+    """State of a rank: seconds without a heartbeat, stopped by a signal, and continuously in uninterruptible sleep."""
 
     beat: Beat | None = None
     silent_s: float = 0.0
@@ -42,7 +42,7 @@ class Seen:
 
     @property
     def blocked(self) -> bool:
-        """Whether it has been in the uninterruptible sleep for about as long as it is silent."""
+        """Whether it has been in uninterruptible sleep for about as long as it has been silent."""
         return self.blocked_s > 0 and self.silent_s - self.blocked_s < 2 * _GAP_S
 
     @property
@@ -51,9 +51,10 @@ class Seen:
 
 
 class Watch:
-    """Of this machine's ranks. limit_s: the longest silence of a rank; startup_timeout_s: of one in a phase that may compile.
+    """Watches this machine's ranks.
 
-    A rank is late when it is silent for longer, or is stopped, or blocked in the kernel, for limit_s, whatever it was doing.
+    limit_s: maximum seconds without a heartbeat; startup_timeout_s: the same in phases that may compile. A rank is late if it
+    exceeds its limit, or if it has been stopped or blocked in the kernel for limit_s in any phase.
     """
 
     def __init__(self, ranks: Sequence[int], limit_s: float, startup_timeout_s: float) -> None:
@@ -70,11 +71,11 @@ class Watch:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What ranks need to be watched."""
+        """Environment variables for the ranks' heartbeats."""
         return {HEARTBEAT_DIR: str(self.folder)}
 
     def look(self, now: float, running: Mapping[int, int]) -> None:
-        """Look at the ranks that run, {rank: process id}. now: seconds of a steady clock."""
+        """Updates the states of the running ranks, {rank: process id}. now: time.monotonic()."""
         passed = 0.0 if self._last is None else min(now - self._last, _GAP_S)
         self._last = now
         self.seen = {rank: seen for rank, seen in self.seen.items() if rank in running}
@@ -89,7 +90,7 @@ class Watch:
             seen.blocked_s = seen.blocked_s + passed if blocked else 0.0
 
     def late(self) -> dict[int, float]:
-        """Ranks that are late, and the seconds of their silence."""
+        """Late ranks, with the seconds since their last heartbeat."""
         return {rank: seen.silent_s for rank, seen in self.seen.items() if self._is_late(seen)}
 
     def _is_late(self, seen: Seen) -> bool:
@@ -97,9 +98,9 @@ class Watch:
         return seen.silent_s > (self._startup_s if seen.slow else self._limit_s) or min(halted, seen.silent_s) > self._limit_s
 
     def hung(self) -> dict[int, float]:
-        """Late ranks that others wait for, and the seconds of their silence. For runs whose ranks are all on this machine.
+        """Late ranks that other ranks wait for, with the seconds since their last heartbeat. For runs on one machine.
 
-        A rank that is late and does nothing that anybody waits for is left to itself: it may compute for long.
+        A late rank that no other rank waits for is tolerated, because it may be in a long computation.
         """
         late, seen = self.late(), self.seen
         if self._count < 2:
@@ -120,13 +121,13 @@ class Watch:
         return late if len(late) == len(seen) and (waiting or on_gpu) else {}
 
     def culprit(self, late: Mapping[int, float]) -> "Culprit | None":
-        """Which of the late ranks the others wait for."""
+        """The late rank that the others wait for."""
         involved = {rank: beat for rank, beat in self.beats().items() if rank in late or beat.waiting}
         stopped = [rank for rank in late if self.seen[rank].stopped_s > 0]
         return Culprit.among(involved, stopped, [rank for rank in late if self.seen[rank].blocked])
 
     def beats(self) -> dict[int, Beat]:
-        """The last signs of life."""
+        """The last heartbeats."""
         return {rank: seen.beat for rank, seen in self.seen.items() if seen.beat is not None}
 
     def close(self) -> None:
@@ -135,15 +136,15 @@ class Watch:
 
 @dataclass(frozen=True)
 class Culprit:
-    """The rank that the others wait for. what: why it is thought to be the one."""
+    """The rank that the others wait for. what: the evidence."""
 
     rank: int
     what: str
 
     @classmethod
     def among(cls, beats: Mapping[int, Beat], stopped: Sequence[int], blocked: Sequence[int] = ()) -> "Culprit | None":
-        """A rank that is stopped by a signal, or blocked in the kernel; else the only one that waits for nobody, or is behind all
-        others; None: nobody can say."""
+        """A rank that is stopped by a signal or blocked in the kernel; else the only rank that does not wait, or that is behind all
+        others; None: unknown."""
         if stopped:
             return cls(stopped[0], "stopped by a signal")
         if blocked:
@@ -165,7 +166,8 @@ def _place(beat: Beat) -> str:
 
 
 def account(culprit: Culprit | None, late: Mapping[int, float], beats: Mapping[int, Beat], where: str = "") -> str:
-    """One sentence: which rank gave no sign of life, for how long, what it was doing, and who waits for it in what."""
+    """A sentence that says which rank gave no sign of life, for how long, its last operation, and which ranks wait for it in
+    which."""
     who = f"rank {culprit.rank} ({culprit.what}){where}" if culprit is not None else f"ranks {', '.join(map(str, sorted(late)))}"
     parts = [f"{who} gave no sign of life for {max(late.values()):.0f} s"]
     if culprit is not None and culprit.rank in beats and _place(beats[culprit.rank]) not in culprit.what:
@@ -190,7 +192,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def remedy(culprit: Culprit | None, stacks: Path) -> str:
-    """What to do about it."""
+    """Advice for the user."""
     if culprit is not None and culprit.what == "stopped by a signal":
         return "find out what stopped it (SIGSTOP, a debugger, a scheduler)"
     if culprit is not None and culprit.what.startswith("blocked"):
@@ -199,8 +201,8 @@ def remedy(culprit: Culprit | None, stacks: Path) -> str:
 
 
 def ask_stacks(ranks: Mapping[int, Process], folder: Path) -> None:
-    """Have each rank that can write where each of its threads is, to folder/rank-N; returns when they have, or some seconds later.
-    Of a rank that is stopped the file says so."""
+    """Makes each rank write the stack traces of its threads to folder/rank-N, and waits a few seconds for them. For a stopped rank
+    the file says so."""
     asked = []
     for rank, process in ranks.items():
         if process.poll() is not None:

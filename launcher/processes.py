@@ -1,7 +1,7 @@
-"""The ranks of this machine: started together, watched, and ended together.
+"""Starts this machine's ranks, watches them, and ends them together.
 
-Each rank writes its own log; rank 0's is shown as it grows. A rank that fails ends all the others, and ranks die with the process
-that started them.
+Each rank writes its own log; rank 0's is also shown on the terminal. If a rank fails, all others are ended. If the process that
+started the ranks dies, they end too.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ from baton.launcher.liveness import LOOK_S, Watch, account, ask_stacks, remedy
 from baton.launcher.ranks import Rank, start_ranks
 
 SAVE_S = 120.0
-"""How long ranks that were asked to end may take to the end of their step and to save."""
+"""Seconds for ranks that were asked to end to finish their step and save."""
 
 LAST_WORDS_S = 2.0
-"""How long the other ranks may say what they miss of one that has failed, before they are ended."""
+"""Seconds for the other ranks to log what they miss from a failed rank, before they are ended."""
 
 REFUSED = (2, StorageError.exit_status)
-"""The statuses of a rank that ended with a sentence which is all there is to say: bad input; files that fail at present."""
+"""Exit statuses of a rank whose own message is sufficient: bad input, and errors of storage."""
 
 KILLED_S = 10.0
-"""How long killed ranks may take to be gone."""
+"""Seconds for killed ranks to disappear."""
 
 STOPPED = 75
-"""The status of a rank that ended because it was asked to (training.errors.StoppedError)."""
+"""Exit status of a rank that ended because it was asked to (training.errors.StoppedError)."""
 
 HUNG = 76
-"""The command's status when a rank gave no sign of life (baton.slurm.exits.Exit.HUNG)."""
+"""Exit status of the command if a rank hung (baton.slurm.exits.Exit.HUNG)."""
 
 
 def run_ranks(world_size: int, attempt: Path, *, limit_s: float, startup_timeout_s: float) -> int:
@@ -106,13 +106,13 @@ def run_ranks(world_size: int, attempt: Path, *, limit_s: float, startup_timeout
 
 
 class _Looking:
-    """Looks at the ranks' signs of life every so often."""
+    """Checks the ranks' heartbeats periodically."""
 
     def __init__(self, watch: Watch, ranks: list[Rank]) -> None:
         self._watch, self._ranks, self._due, self._found = watch, ranks, 0.0, False
 
     def hung(self) -> bool:
-        """Whether a rank hangs; once it is known, it stays so."""
+        """Whether a rank hangs. Once true, it stays true."""
         if (now := time.monotonic()) >= self._due and not self._found:
             self._due = now + LOOK_S
             self._watch.look(now, {rank: p.pid for rank, p in enumerate(self._ranks) if p.poll() is None})
@@ -121,7 +121,7 @@ class _Looking:
 
 
 def _hung(watch: Watch, ranks: list[Rank], attempt: Path) -> str:
-    """Which rank hangs, and what to do about it, with the stacks of all ranks written before they are ended."""
+    """The message about the hanging rank. Writes the stack traces of all ranks first."""
     late, stacks = watch.hung(), attempt / "stacks"
     culprit = watch.culprit(late)
     ask_stacks(dict(enumerate(ranks)), stacks)
@@ -129,7 +129,8 @@ def _hung(watch: Watch, ranks: list[Rank], attempt: Path) -> str:
 
 
 def listen(address: str, ports: tuple[int, int]) -> socket.socket:
-    """A socket on the first free port of a range (0, 0: any), for the ranks to meet at. Raises OSError when all are taken."""
+    """A listening socket on the first free port of a range ((0, 0): any port), for the rendezvous. Raises OSError if none is
+    free."""
     first, last = ports
     for port in range(first, last + 1):
         try:
@@ -144,7 +145,7 @@ def listen(address: str, ports: tuple[int, int]) -> socket.socket:
 
 
 def rank_environment(address: str, port: int, world_size: int, local_world_size: int) -> dict[str, str]:
-    """What ranks of one machine have in common, on top of this process's own environment."""
+    """The common environment of this machine's ranks, in addition to this process's."""
     environment = dict(os.environ) | {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(local_world_size),
@@ -163,22 +164,22 @@ def rank_environment(address: str, port: int, world_size: int, local_world_size:
 
 
 def start_of(attempt: Path, numbers: range, environment: dict[str, str], listener: socket.socket | None = None) -> list[Rank]:
-    """Start this machine's ranks of an attempt, whose logs are in its folder. listener: where rank 0 serves the meeting."""
+    """Starts this machine's ranks of an attempt, with logs in its folder. listener: the rendezvous socket for rank 0."""
     listen = None if listener is None else listener.fileno()
     logs = [log_of(attempt, rank) for rank in numbers]
     return start_ranks(numbers, environment, logs, attempt / "stacks", attempt / "config.yaml", listen)
 
 
 def tell(ranks: list[Rank], number: signal.Signals) -> None:
-    """Send a signal to the ranks that still run."""
+    """Sends a signal to the ranks that are running."""
     for p in ranks:
         if p.poll() is None:
             p.send_signal(number)
 
 
 def end_ranks(ranks: list[Rank]) -> str:
-    """End the ranks that still run, at once: they wait for others that will not answer, and a checkpoint bears any end. Returns
-    what to add to a sentence: processes that a disk or a driver keeps inside the kernel do not end before it answers."""
+    """Kills the ranks that are running: they wait for ranks that will not respond, and checkpoints are safe at any time. Returns an
+    addition to the message if processes do not end because a disk or driver blocks them in the kernel."""
     tell(ranks, signal.SIGKILL)
     _wait(ranks, KILLED_S)
     left = [str(p.pid) for p in ranks if p.poll() is None]
@@ -186,7 +187,7 @@ def end_ranks(ranks: list[Rank]) -> str:
 
 
 def _wait(ranks: list[Rank], seconds: float) -> None:
-    """Until all ranks have ended, `seconds` at most."""
+    """Waits until all ranks have ended, for at most `seconds`."""
     deadline = time.monotonic() + seconds
     for p in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -194,13 +195,15 @@ def _wait(ranks: list[Rank], seconds: float) -> None:
 
 
 def _no_room(attempt: Path) -> str:
-    """Why ranks may have said nothing: their logs had no room."""
+    """A hint that logs may be missing because the disk is full."""
     return f"; No space left on the disk of {attempt}: make room" if shutil.disk_usage(attempt).free < 1 << 16 else ""
 
 
 def report(failed: dict[int, int], attempt: Path, ranks: range) -> tuple[int, str]:
-    """Which of the failed ranks {rank: status} was the cause: the status for the command (one of REFUSED, else 1), and a sentence.
-    ranks: those whose logs are here."""
+    """The exit status of the command (one of REFUSED, else 1) and a message, from the failed rank that was the cause.
+
+    failed: exit statuses by rank. ranks: ranks whose logs are on this machine.
+    """
     said = {rank: _sentence(log_of(attempt, rank)) for rank in ranks}
     for refusal in REFUSED:
         if refused := [rank for rank, status in failed.items() if status == refusal]:
@@ -213,8 +216,9 @@ def report(failed: dict[int, int], attempt: Path, ranks: range) -> tuple[int, st
 
 
 def cause(failed: dict[int, int], attempt: Path) -> tuple[int, int]:
-    """The rank that failed first, and its status. Ranks that miss another one fail as well, and say whom they miss. A signal came
-    from outside, and is the cause; next to it, a failure that is not for want of a message; else who spoke first."""
+    """The failed rank that was the cause, and its status. Other ranks fail because they miss its messages, and log that. The order
+    of preference is a rank that a signal killed, a rank that failed for another reason than a missing message, the earliest log
+    line."""
 
     def order(rank: int) -> tuple[bool, bool, int]:
         if failed[rank] < 0:
@@ -227,16 +231,16 @@ def cause(failed: dict[int, int], attempt: Path) -> tuple[int, int]:
 
 
 MISSING = ("Connection reset", "Connection closed", "Broken pipe", "remote process", "NCCL error", "imed out", "did not come from")
-"""What a rank's last lines hold when it failed because another one was gone."""
+"""Parts of the last log lines of a rank that failed because another rank was gone."""
 
 
 def misses_others(log: Path) -> bool:
-    """Whether a rank that failed did so for want of another one's message."""
+    """Whether a rank failed because another rank's message was missing."""
     return any(sign in log.read_text(encoding="utf-8", errors="replace")[-4000:] for sign in MISSING)
 
 
 def _sentence(log: Path) -> str | None:
-    """What a rank that ended by itself said last."""
+    """The last message of a rank that ended by itself."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.removeprefix("baton: ") for line in reversed(lines) if line.startswith("baton: ")), None)
 
@@ -246,9 +250,8 @@ def log_of(attempt: Path, rank: int) -> Path:
 
 
 class _Shown:
-    """Rank 0's log on this terminal, whole lines at a time, without the one-line errors: those are printed once, at the end,
-    whichever rank wrote them. Lines are shown one update after they were read, and the ranks are asked in between: how rank 0
-    fails because another rank has refused its input is not shown."""
+    """Shows rank 0's log on this terminal by whole lines, without one-line errors, which are printed once at the end. Lines are
+    shown one update after they were read, so that rank 0's failure is not shown if another rank was its cause."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 (open as long as the ranks run)
@@ -256,7 +259,7 @@ class _Shown:
         self._lines: list[str] = []
 
     def update(self) -> None:
-        """Show the lines that the last update read, and read on."""
+        """Shows the lines that the last update read, and reads new ones."""
         for line in self._lines:
             if not line.startswith("baton: "):
                 sys.stdout.write(line + "\n")
@@ -264,6 +267,6 @@ class _Shown:
         *self._lines, self._rest = (self._rest + self._file.read()).split("\n")
 
     def finish(self) -> None:
-        """Show all that is there."""
+        """Shows all remaining lines."""
         self.update()
         self.update()

@@ -1,8 +1,8 @@
-"""Starting a machine's ranks: one process imports what all of them need, and forks them.
+"""Starts a machine's ranks: one process imports what all of them need, and forks them.
 
-The imports take seconds of processor time (benchmarks/startup.py), so ranks share them. The process that forked the ranks ends as
-soon as it has, and the kernel makes its children those of the process that asked for them, a subreaper meanwhile: from then on the
-ranks are its own children, as if it had started each of them itself. Nothing of a GPU is touched before the fork.
+The imports take seconds of processor time (benchmarks/startup.py), so ranks share them. The forking process ends immediately after
+the forks, and the ranks become children of the process that requested them, which is a subreaper meanwhile, as if it had started
+each of them itself. The GPU is not used before the fork.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 START = "BATON_START"
-"""The variable that tells a worker to import and fork: {ranks: [first, count], logs: descriptors, told: descriptor, listen:
-descriptor or null, stacks: folder}."""
+"""Environment variable that makes a worker import and fork, as JSON: {ranks: [first, count], logs: descriptors, told: descriptor,
+listen: descriptor or null, stacks: folder}."""
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, Linux
 _POLL_S = 0.02
 
 
 class Process(Protocol):
-    """What watching a rank takes of it."""
+    """The interface of a rank's process that watching needs."""
 
     @property
     def pid(self) -> int: ...
@@ -35,7 +35,7 @@ class Process(Protocol):
 
 
 class Rank:
-    """One rank, used as subprocess.Popen is. Until it is forked, its process is the one that imports for it."""
+    """One rank, with the interface of subprocess.Popen. Until it is forked, its process is the one that imports for it."""
 
     def __init__(self, number: int, place: int, origin: "_Origin") -> None:
         self.number, self._place, self._origin = number, place, origin
@@ -52,7 +52,7 @@ class Rank:
         return self._origin.pids() is not None
 
     def poll(self) -> int | None:
-        """The exit status, negative where a signal ended it; None: it runs."""
+        """The exit status, negative if a signal ended it; None: it is running."""
         if self.returncode is not None:
             return self.returncode
         if (pids := self._origin.pids()) is None:
@@ -71,7 +71,7 @@ class Rank:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Waits for the exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() >= deadline:
@@ -91,7 +91,7 @@ class Rank:
 
 
 class _Origin:
-    """The process that imports and forks. failed: its status, where it ended without having forked all ranks."""
+    """The process that imports and forks. failed: its exit status if it ended before it had forked all ranks."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", told: int, count: int) -> None:
         self.process, self._told, self._count = process, told, count
@@ -115,10 +115,10 @@ class _Origin:
 def start_ranks(
     numbers: range, environment: dict[str, str], logs: Sequence[Path], stacks: Path, config: Path, listen: int | None
 ) -> list[Rank]:
-    """Start the ranks of this machine, numbered one after another, and return at once.
+    """Starts consecutive ranks on this machine and returns immediately. Raises OSError.
 
-    environment: what they have in common. logs: a file for each. stacks: the folder for what they do when they are asked. listen: a
-    socket's descriptor, for rank 0 to serve the meeting. Raises OSError.
+    environment: their common environment. logs: one file per rank. stacks: the folder for stack traces. listen: descriptor of the
+    rendezvous socket, for rank 0.
     """
     with contextlib.ExitStack() as files:
         opened = [files.enter_context(open(log, "wb")) for log in logs]
@@ -147,8 +147,8 @@ def start_ranks(
 
 
 def fork(start: dict[str, Any]) -> int:
-    """In the process that has imported: fork the ranks. Returns in each of them, with its number among the machine's ranks and its
-    environment set, and not in this process, which ends."""
+    """Forks the ranks from the process that has imported. Returns in each rank, with its index on this machine and its environment
+    set; the forking process ends."""
     (first, count), origin = start["ranks"], os.getpid()
     ready, go = os.pipe()
     pids = []
@@ -166,7 +166,7 @@ def fork(start: dict[str, Any]) -> int:
 
 
 def _settle(start: dict[str, Any], first: int, place: int, origin: int, ready: int) -> None:
-    """Become a rank: with its own session, log and environment, as a child of the process that asked for it."""
+    """Turns a forked process into a rank, with its own session, log and environment."""
     if not os.read(ready, 1):  # the others could not be forked
         os._exit(1)
     os.close(ready)
@@ -186,11 +186,11 @@ def _settle(start: dict[str, Any], first: int, place: int, origin: int, ready: i
 
 
 def name_process(name: str) -> None:
-    """What `ps -o comm` and `top` call this process: 15 characters at most (PR_SET_NAME, Linux)."""
+    """Sets this process's name in `ps -o comm` and `top`, at most 15 characters (PR_SET_NAME, Linux)."""
     ctypes.CDLL(None).prctl(15, name.encode())
 
 
 def _subreaper(on: bool) -> None:
-    """Whether children of this process's children become its own when their parent ends."""
+    """Sets whether grandchildren become children of this process when their parent ends."""
     if ctypes.CDLL(None).prctl(_SUBREAPER, int(on), 0, 0, 0) != 0:
         raise OSError("this system does not let a process adopt its descendants (PR_SET_CHILD_SUBREAPER, Linux 3.4)")

@@ -1,4 +1,8 @@
-"""The run directory: a contract. One folder per start, nothing truncated, and the configuration that every start agrees with."""
+"""The run directory: configuration, attempts, records and locks of a run.
+
+Each start has a folder of its own, nothing is truncated, and every start uses the same configuration, apart from settings that may
+change (launcher.changes).
+"""
 
 import json
 import os

@@ -1,7 +1,5 @@
-"""The reference of all settings of a run file, made from the typed classes: `baton settings`, and docs/settings.md.
-
-Torch-free.
-"""
+"""The reference of all settings of a run file, generated from the typed classes, for `baton settings` and docs/settings.md.
+Torch-free."""
 
 import difflib
 import json

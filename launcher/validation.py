@@ -1,7 +1,7 @@
-"""What pydantic found wrong with a configuration, as one line that names the key to use instead. Torch-free.
+"""Turns pydantic's validation errors into one line that names the setting to use instead. Torch-free.
 
-An unknown key is looked up in three places, in this order: names that other codebases use for a setting of ours, settings of the
-same name in another group, and settings with a similar name, nearest group first.
+An unknown key is looked up in this order: names that other codebases use for one of our settings, settings of the same name in
+another group, and settings with a similar name, the nearest group first.
 """
 
 import difflib

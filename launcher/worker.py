@@ -1,6 +1,6 @@
-"""The ranks of one machine: `python -m baton.launcher.worker CONFIG`, started by launcher.ranks, imports and forks them.
+"""The process of a rank. launcher.ranks starts `python -m baton.launcher.worker CONFIG`, which imports modules and forks the ranks.
 
-With the usual variables of a rank in place of BATON_START it is that rank.
+If the environment has the usual variables of a rank instead of BATON_START, the process itself becomes that rank.
 """
 
 import contextlib

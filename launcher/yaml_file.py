@@ -1,7 +1,7 @@
-"""YAML that a user wrote: files and values of key=value words, read strictly. Torch-free.
+"""Strict reading of YAML from users: files, and values of key=value arguments. Torch-free.
 
-YAML lets a later key replace an earlier one of the same name without a word, so a setting that is written twice would count once.
-Here it is an error with both lines.
+In YAML a later key silently replaces an earlier one of the same name, so of a setting that is written twice one would be ignored.
+Here it is an error that names both lines.
 """
 
 from pathlib import Path

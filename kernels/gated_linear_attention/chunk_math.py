@@ -1,13 +1,14 @@
-"""A block of tokens of a state that decays and takes in k v^T: the mathematics that gated linear and gated slot attention share.
+"""The state of a block of tokens, which decays and accumulates k v^T: shared by gated linear attention and gated slot attention.
 
-The one thing to know: what is left of key j at query i > j is exp(g_{j+1} + ... + g_i), and that sum is only ever made of its own
-terms. It is never a difference of two longer sums, so nothing cancels where gates are strong, the gates of another document do
-not touch a bit, and no exponent is positive.
+The decay from key j to query i > j is exp(g_{j+1} + ... + g_i). The sum is computed from its own terms and never as a difference
+of two longer sums. Thus strong gates cause no cancellation, gates of another document have no effect on any bit, and no exponent
+is positive.
 
-With a decay per channel, pairs of tokens are not multiplied out one by one (as the tiles of Yang et al. 2023, section 4.3, are).
-Blocks of 1, 2, 4, ... tokens are joined two by two instead: between a key in the first and a query in the second, the decay is what
-is left of the key at the middle times what is left of the middle at the query, both at most 1. So a joint is a product of matrices,
-and a block of L tokens takes log2(L) + 2 exponentials per channel and token; a start between the two tokens is a 0 in one factor.
+With a decay per channel, pairs of tokens are not computed one by one (as in the tiles of Yang et al. 2023, section 4.3). Blocks of
+1, 2, 4, ... tokens are combined pairwise instead: from a key in the first block to a query in the second, the decay is the decay
+from the key to the boundary times the decay from the boundary to the query, both at most 1. Combining two blocks is therefore one
+matmul, and a block of L tokens takes log2(L) + 2 exponentials per channel and token. Where a document starts between the two
+tokens, one factor is 0.
 
 Shape suffixes: B batch, H heads of keys, values and state, G query heads per head, L tokens of the block, K d_key, V d_value, X the
 gate's channels (K, V or 1), N blocks, R tokens of each of them.

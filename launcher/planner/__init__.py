@@ -1,1 +1,1 @@
-"""What a run takes on a cluster: memory, communication, time, and changes that would make it fit. Torch-free."""
+"""Plans a run on a cluster: memory, communication, time, and changes with which it fits. Torch-free."""

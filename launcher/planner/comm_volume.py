@@ -14,8 +14,13 @@ from baton.launcher.planner.memory import DTYPE_BYTES, Arithmetic
 
 @dataclass(frozen=True)
 class Exchange:
-    """Bytes that each rank sends per optimizer step for one purpose, in a group of `members` ranks that are `stride` apart; pairs:
-    each to its neighbour, not all in a ring; once: when all passes are done, not with each of them; survey: with surveys."""
+    """Bytes that each rank sends per optimizer step for one purpose.
+
+    members, stride: size of the group, and the distance between its ranks.
+    pairs: each rank sends to its neighbour; false: a ring collective.
+    once: once per step; false: in every pass.
+    survey: in no-grad forward passes over segments.
+    """
 
     bytes: int
     members: int
@@ -26,7 +31,7 @@ class Exchange:
 
 
 def exchanges(one: Arithmetic) -> dict[str, Exchange]:
-    """Of each rank of a stage, by purpose; where its ranks differ, of the one that sends most."""
+    """The exchanges of a rank of a stage, by purpose; of the rank that sends most if they differ."""
     return {**_over_data(one), **_over_tensor(one), **_over_sequence(one), **_of_stages(one), **_of_readers(one)}
 
 

@@ -5,8 +5,8 @@ activations, and the optimizer's step, which needs no activations. Permanent mem
 whether a run fits. The costs of sub-blocks are in baton.models.settings, and what ranks exchange in
 baton.launcher.planner.comm_volume.
 
-A pass is the forward and backward pass of one segment of a micro-batch; without segments, of a micro-batch. A surveyed segment is
-one that first runs forward without a graph, only for its final State. All bytes are those of one rank of one pipeline stage. If
+A pass is the forward and backward pass of one segment of a micro-batch; without segments, of a whole micro-batch. A survey is a
+no-grad forward pass over a segment, which computes only its final State. All bytes are those of one rank of one pipeline stage. If
 the ranks of a stage differ (the two ends of a sequence), they are those of the rank with the most.
 """
 
@@ -29,17 +29,24 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by part.
+    """Memory of one rank in bytes, by part.
 
-    parameters, compute_copies, gradients, optimizer (two moments of all that the rank has; from ZeRO-1 on they and a master copy,
-    of its part), tokens (of the whole step, with labels and positions), lanes (the States that truncated backpropagation through
-    time carries from step to step), before (those of the step's lanes once more, as they were: for a step that is refused) and
-    states (those that leave a pass; whole sequences on one rank leave none) stay, and so does saved, the copy of all that a
-    checkpoint holds, where the device is the host (see Arithmetic.host_bytes); activations are what forward keeps, of all passes on
-    their way through the stages; borders are the States that entered the segments which wait to be run again, with what their first
-    run alone decides, and inputs the hidden vectors that the stage before sent for them; in_hand is what the sub-block in hand
-    takes in backward; loss is one chunk's logits and the head's gradient; buffers are what the optimizer's step takes for a moment;
-    recorded is what passes took that were recorded as CUDA graphs, which nothing else gets meanwhile.
+    Permanent:
+        parameters, compute_copies, gradients: fp32 parameters, their copies in the compute dtype, and gradients.
+        optimizer: the two moments of the rank's parameters; from ZeRO-1 on, moments and master copy of its partition.
+        tokens: token ids, labels and positions of a whole step.
+        lanes: the States that lanes carry from step to step with truncated backpropagation through time.
+        before: a copy of the step's lane States, for a step that is rejected.
+        states: the final States of passes; none for whole sequences on one rank.
+        saved: on a CPU, the copy of a checkpoint's contents (see Arithmetic.host_bytes).
+    Temporary:
+        activations: saved activations of all passes in flight.
+        borders: entering States of segments that are to run again, and scores that are not recomputed.
+        inputs: hidden vectors from the previous stage for those segments.
+        in_hand: the backward pass of one sub-block.
+        loss: one chunk's logits, and the head's gradient.
+        buffers: buffers of the optimizer's step.
+        recorded: memory pools of passes that are recorded as CUDA graphs.
     """
 
     parameters: int

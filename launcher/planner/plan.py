@@ -1,4 +1,4 @@
-"""What a run takes, planned without a GPU: memory per rank, bytes exchanged, time, and what to change.
+"""Plans a run without a GPU: memory per rank, bytes exchanged, time, and suggested changes.
 
 Memory and bytes are counted (launcher.planner.memory, launcher.planner.comm_volume); times are estimated (launcher.planner.time).
 """

@@ -1,4 +1,4 @@
-"""What a run computes on a GPU without a kernel, and how long that takes: said before the first step, counted in plans.
+"""Recurrences of a run that have no GPU kernel, and the time that they take, for `baton plan` and the first lines of `baton train`.
 
 Torch-free.
 """
