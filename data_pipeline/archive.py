@@ -6,7 +6,7 @@ the JSON object .json. Every line of a member .jsonl is a record of its own. Oth
 
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO, cast
 
 from baton.data_pipeline.compressed import DamagedError
@@ -42,6 +42,31 @@ def read_tar(source: str, content: BinaryIO, text_field: str) -> Iterator[Record
             yield from _records(source, archive, text_field)
     except tarfile.TarError as error:
         raise DamagedError(f"not a sound tar ({error})") from error
+
+
+def read_samples(content: BinaryIO, read: Sequence[str]) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
+    """The samples of a tar, read from front to back: the name that their members share, and of each extension the byte of the
+    member's header and its content (b"" unless the extension is in `read`). Raises DamagedError."""
+    key, sample = "", cast(dict[str, tuple[int, bytes]], {})
+    try:
+        with tarfile.open(fileobj=content, mode="r|", tarinfo=_Member) as archive:
+            for member in archive:
+                archive.members = []  # type: ignore[attr-defined]  # it would keep every header of a long archive
+                if not member.isfile():
+                    continue
+                folder, slash, name = member.name.rpartition("/")
+                stem, _, extension = name.partition(".")
+                extension = extension.lower()
+                if sample and folder + slash + stem != key:
+                    yield key, sample
+                    sample = {}
+                key, reader = folder + slash + stem, archive.extractfile(member)
+                assert reader is not None
+                sample[extension] = member.offset, reader.read() if extension in read else b""
+    except tarfile.TarError as error:
+        raise DamagedError(f"not a sound tar ({error})") from error
+    if sample:
+        yield key, sample
 
 
 def _records(source: str, archive: tarfile.TarFile, text_field: str) -> Iterator[Record]:

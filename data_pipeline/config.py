@@ -16,9 +16,17 @@ MIB = 1 << 20
 
 #: Files taken from a folder when no include pattern is given (names, matched without regard to their folder).
 DEFAULT_INCLUDE = (
-    *("*.txt", "*.jsonl", "*.ndjson", "*.parquet"),  # not .json and .tar, of which many are no text: they are named or included
+    *(
+        "*.txt",
+        "*.jsonl",
+        "*.ndjson",
+        "*.parquet",
+        "*.arrow",
+    ),  # not .json and .tar, of which many are no text: they are named or included
     *(f"*.{kind}.{packed}" for kind in ("txt", "jsonl", "ndjson", "json") for packed in ("gz", "zst", "xz", "bz2")),
 )
+#: The same of token ids.
+DEFAULT_IDS_INCLUDE = ("*.bin", "*.npy", "*.parquet", "*.arrow", "*.tar")
 #: Text bytes aimed at per shard: big enough for sequential reads, small enough to spread over ranks and to verify in a second.
 DEFAULT_SHARD_BYTES = 256 * MIB
 #: Share of documents held out for validation.
@@ -331,6 +339,21 @@ DataConfig = Annotated[
 """What a training run reads: text from shards, or a synthetic task."""
 
 
+class IdsConfig(_Settings):
+    """Input files that hold token ids instead of text."""
+
+    dtype: Literal["uint16", "uint32"] = Field(
+        default="uint16", description="Type of the ids in a flat .bin file, little-endian; other files name theirs."
+    )
+    separator_id: int = Field(
+        ge=0, description="Id that ends a document in a flat file, and that is dropped from documents' ends in others."
+    )
+    field: str = Field(
+        default="input_ids", min_length=1, description="Column of a Parquet or Arrow table that holds a document's ids as a list."
+    )
+    vocab_size: int = Field(ge=1, description="Tokens of the tokenizer that made the ids; an id beyond them is an error.")
+
+
 class PrepareConfig(_Settings):
     """How text becomes a dataset. Everything here but the worker count is part of the dataset's settings fingerprint."""
 
@@ -350,12 +373,13 @@ class PrepareConfig(_Settings):
         min_length=1,
         description="Field of a JSON record, or column of a Parquet table, that holds the document's text.",
     )
+    ids: IdsConfig | None = Field(default=None, description="Of input files that hold token ids; null: they hold text.")
     include: tuple[str, ...] = Field(
         default=DEFAULT_INCLUDE,
         min_length=1,
         description="Patterns of files to take from a folder. Without a slash a pattern is matched against the file's name, with "
         "one against its path below the folder, and with one at its beginning against the name that reports give the file. A "
-        "matched file is read as what it is: JSON lines or arrays, Parquet, a WebDataset tar, else one document of text.",
+        "matched file is read as what it is: JSON lines or arrays, Parquet, Arrow, a WebDataset tar, else one document of text.",
     )
     exclude: tuple[str, ...] = Field(
         default=(),

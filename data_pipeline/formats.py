@@ -11,7 +11,7 @@ from baton.data_pipeline.compressed import SUFFIXES, DamagedError, Decompressed,
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 HEAD_BYTES = 1 << 16
 
-Content = Literal["text", "lines", "values", "tar", "parquet"]
+Content = Literal["text", "lines", "values", "tar", "parquet", "arrow"]
 
 _MAGIC = (
     (b"%PDF-", "a PDF document"),
@@ -26,7 +26,6 @@ _MAGIC = (
     (b"\x89PNG", "a PNG picture"),
     (b"\xff\xd8\xff", "a JPEG picture"),
     (b"GIF8", "a GIF picture"),
-    (b"ARROW1", "an Arrow (Feather) file"),
     (b"Obj\x01", "an Avro file"),
     (b"ORC", "an ORC file"),
     (b"SQLite format 3\0", "an SQLite database"),
@@ -48,7 +47,8 @@ class FormatError(ValueError):
 @dataclass(frozen=True)
 class Format:
     """How a file is read. content: "text" (one document), "lines" (JSON, one value a line), "values" (JSON values behind each other
-    or in an array), "tar" (samples as WebDataset has them) or "parquet". compression: a key of `compressed.MAGIC`; "": none."""
+    or in an array), "tar" (samples as WebDataset has them), "parquet" or "arrow". compression: a key of
+    `compressed.MAGIC`; "": none."""
 
     content: Content
     compression: str = ""
@@ -70,8 +70,8 @@ def format_of(name: str, file: BinaryIO) -> Format:
         stream = io.BufferedReader(Decompressed(cast(BinaryIO, _Kept(file)), compression))
         head = stream.read(HEAD_BYTES)
     content = _content_of(stem, head)
-    if content == "parquet" and compression:
-        raise FormatError(f"it is a Parquet file inside {compression}; decompress it")
+    if content in ("parquet", "arrow") and compression:
+        raise FormatError(f"it is {'a Parquet' if content == 'parquet' else 'an Arrow'} file inside {compression}; decompress it")
     return Format(content, compression or "")
 
 
@@ -112,6 +112,8 @@ def _without_compression(name: str) -> tuple[str, str]:
 def _content_of(stem: str, head: bytes) -> Content:
     if head.startswith(b"PAR1") or (stem.endswith(".parquet") and head):
         return "parquet"
+    if head.startswith(b"ARROW1") or (stem.endswith(".arrow") and head):
+        return "arrow"
     if head[257:262] == b"ustar" or (stem.endswith(".tar") and head):
         return "tar"
     if not stem.endswith(JSON_SUFFIXES):

@@ -7,6 +7,7 @@ the folder that the link is in. All else that a pattern matches and that is not 
 import fnmatch
 import glob
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from baton.data_pipeline.compressed import SUFFIXES
 from baton.data_pipeline.errors import DataError, is_transient, unreadable
@@ -53,6 +57,14 @@ class Document:
 
     id: str
     text: bytes
+
+
+@dataclass(frozen=True)
+class DocumentIds:
+    """One accepted document of token ids, int32[n] without the separator, and its id (32 hex digits)."""
+
+    id: str
+    ids: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -204,8 +216,13 @@ class _Search:
                 if is_transient(error):
                     raise unreadable(folder, error) from error
                 raise DataError(f"cannot read the folder {folder}: {error.strerror}; make it readable or exclude it") from error
+            saved = _saved_files(folder) if any(entry.name == "state.json" for entry in found) else None
             for entry in found:
                 path = folder / entry.name
+                if saved is not None and entry.name.endswith(".arrow") and entry.name not in saved:
+                    what = "it is not one of the files that state.json names"
+                    self.left.append(Rejected(path.relative_to(top.parent).as_posix(), 0, "not data", what))
+                    continue
                 below, name = path.relative_to(top).as_posix(), path.relative_to(top.parent).as_posix()
                 if _matches(below, entry.name, name, self._exclude):
                     continue
@@ -231,6 +248,19 @@ class _Search:
             self.left.append(Rejected(name, 0, "not a file", f"it is {kind}"))
         else:
             yield InputFile(name, str(path), status.st_size, status.st_mtime_ns), real
+
+
+def _saved_files(folder: Path) -> set[str] | None:
+    """The .arrow files of a dataset that Hugging Face's `datasets` saved to a folder; None: it is something else. Others in it are
+    caches. Raises DataError: one is missing."""
+    try:
+        named = {entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    missing = sorted(name for name in named if not (folder / name).exists())
+    if missing:
+        raise DataError(f"{folder} lacks {missing[0]}, one of the {len(named)} files that its state.json names; restore it")
+    return named
 
 
 def _ending(name: str) -> str:

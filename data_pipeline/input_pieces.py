@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from baton.data_pipeline.archive import read_tar
 from baton.data_pipeline.compressed import Decompressed
+from baton.data_pipeline.config import IdsConfig
 from baton.data_pipeline.errors import InputError, error_reason, is_transient
 from baton.data_pipeline.formats import (
     HEAD_BYTES,
@@ -24,14 +25,20 @@ from baton.data_pipeline.formats import (
     known_not_text,
     open_content,
 )
-from baton.data_pipeline.input_files import InputFile, InputPiece, Rejected
+from baton.data_pipeline.input_files import DocumentIds, InputFile, InputPiece, Rejected
 from baton.data_pipeline.json_values import read_values
 from baton.data_pipeline.records import BOM, Record, accept, read_lines
+from baton.data_pipeline.token_files import read_ids, split_ids
 
 
-def split_source(source: InputFile, piece_bytes: int, text_field: str) -> list[InputPiece]:
-    """Pieces of about `piece_bytes` each where the format allows it. Raises DataError for a Parquet table without the
-    text column."""
+def split_source(source: InputFile, piece_bytes: int, text_field: str, ids: IdsConfig | None = None) -> list[InputPiece]:
+    """Pieces of about `piece_bytes` each where the format allows it. ids: of token ids; None: the file holds text. Raises DataError
+    for a table without the column, and for a file of token ids that is not what it says."""
+    if ids is not None:
+        try:
+            return split_ids(source, piece_bytes, ids)
+        except OSError as error:
+            raise InputError(source.name, source.path, error_reason(error), is_transient(error)) from error
     whole = [InputPiece(source, 0, source.size, source.size)]
     if source.name.endswith(".parquet"):
         from baton.data_pipeline.parquet import split_parquet
@@ -46,7 +53,7 @@ def split_source(source: InputFile, piece_bytes: int, text_field: str) -> list[I
     return whole
 
 
-def read_piece(piece: InputPiece, text_field: str) -> Iterator[Record]:
+def read_piece(piece: InputPiece, text_field: str, ids: IdsConfig | None = None) -> Iterator[Record | DocumentIds]:
     """The records of a piece, in order. Raises InputError when the file has changed, is damaged, cannot be read or lacks the text
     column, and when it was named as an input and is nothing that can be read here."""
     source = piece.source
@@ -54,7 +61,7 @@ def read_piece(piece: InputPiece, text_field: str) -> Iterator[Record]:
         status = os.stat(source.path)
         if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
             raise InputError(source.name, source.path, "it changed while it was read; leave the inputs alone meanwhile")
-        yield from _read(piece, text_field)
+        yield from _read(piece, text_field) if ids is None else read_ids(piece, ids)
     except FormatError as error:
         if source.named:
             raise InputError(source.name, source.path, str(error)) from error
@@ -71,6 +78,11 @@ def _read(piece: InputPiece, text_field: str) -> Iterator[Record]:
             from baton.data_pipeline.parquet import read_parquet
 
             yield from read_parquet(piece, text_field)
+            return
+        if found.content == "arrow":
+            from baton.data_pipeline.arrow import read_arrow
+
+            yield from read_arrow(source, text_field)
             return
         file.seek(0)
         with open_content(file, found.compression) as content:

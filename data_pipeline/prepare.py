@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from baton.data_pipeline.config import PrepareConfig, ShardsConfig
+from baton.data_pipeline.config import DEFAULT_IDS_INCLUDE, DEFAULT_INCLUDE, IdsConfig, PrepareConfig, ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint, write_atomically, write_json
@@ -88,17 +88,24 @@ def prepare(
     validation_fraction: float = PrepareConfig.model_fields["validation_fraction"].default,
     tokenizer: str | os.PathLike[str] | None = None,
     eod_token: str | None = None,
+    ids: bool = False,
+    ids_dtype: Literal["uint16", "uint32"] = "uint16",
+    ids_field: str = IdsConfig.model_fields["field"].default,
+    separator_id: int | None = None,
     workers: int | None = None,
     text_field: str = PrepareConfig.model_fields["text_field"].default,
-    include: Sequence[str] = PrepareConfig.model_fields["include"].default,
+    include: Sequence[str] | None = None,
     exclude: Sequence[str] = PrepareConfig.model_fields["exclude"].default,
     progress: Progress | None = None,
 ) -> PrepareReport:
-    """Turn text files, JSON lines and arrays, Parquet and WebDataset tars (each but Parquet also compressed) into the dataset
-    folder `out`; run again after a kill, it goes on where it was.
+    """Turn text files, JSON lines and arrays, Parquet, Arrow and WebDataset tars (each but Parquet and Arrow also compressed) into
+    the dataset folder `out`; run again after a kill, it goes on where it was.
 
     inputs: files, or folders that are searched for `include` without `exclude` (see PrepareConfig, also for the other settings).
     tokenizer, eod_token: see `load_tokenizer`: the shards then hold token ids instead of text.
+    ids: the inputs hold token ids that `tokenizer` made: Megatron's .bin with .idx, flat .bin (of `ids_dtype`) and .npy with
+    `separator_id` (none: the tokenizer's EOD token) between documents, lists in the column `ids_field` of Parquet and Arrow,
+    .npy members of tars. Bytes of text are then those of the decoded ids.
     workers: processes (none: one per usable core; 1: this process). More than one needs the usual `if __name__ == "__main__"` in a
     script.
     progress: called with (input bytes done, input bytes in all); none shows it on stdout.
@@ -108,8 +115,18 @@ def prepare(
     documents, and links and files that are not read, are counted in the report and listed in rejected.jsonl.
     """
     began = time.monotonic()
+    loaded = load_tokenizer(tokenizer, eod_token) if tokenizer is not None else None
+    if ids and loaded is None:
+        raise DataError("token ids mean nothing without the tokenizer that made them; name it with --tokenizer")
     try:
+        of_ids = None
+        if ids and loaded is not None:
+            separator = loaded.eod_id if separator_id is None else separator_id
+            of_ids = IdsConfig(dtype=ids_dtype, separator_id=separator, field=ids_field, vocab_size=loaded.vocab_size)
+        if include is None:
+            include = DEFAULT_IDS_INCLUDE if ids else DEFAULT_INCLUDE
         settings = PrepareConfig(
+            ids=of_ids,
             shard_bytes=shard_bytes,
             validation_fraction=validation_fraction,
             text_field=text_field,
@@ -120,12 +137,11 @@ def prepare(
     except ValidationError as error:
         problem = error.errors()[0]
         raise DataError(f"{problem['loc'][0]} {problem['input']!r}: {problem['msg']}; correct it") from error
-    loaded = load_tokenizer(tokenizer, eod_token) if tokenizer is not None else None
     vocabulary = loaded.fingerprint if loaded is not None else None
     folder = Path(out)
     found = find_input_files(inputs, settings.include, settings.exclude, leave=folder)
     sources = found.sources
-    pieces = [piece for source in sources for piece in split_source(source, settings.shard_bytes, settings.text_field)]
+    pieces = [piece for source in sources for piece in split_source(source, settings.shard_bytes, settings.text_field, of_ids)]
     with claimed_folder(folder, make_plan(settings, sources, vocabulary), pieces) as plan:
         if (folder / DATASET).exists():
             return _finished_before(folder, found, began)
@@ -145,7 +161,10 @@ def prepare(
         write_atomically(folder / UNITS, units)
         dataset = _dataset(plan, summaries, counts, vocabulary)
         remarks = found.remarks()
-        if loaded is not None and loaded.lossy:
+        if loaded is not None and loaded.lossy and ids:
+            why = "the ids' own text is not known, and bytes of text are those of the decoded ids"
+            remarks += (f"the tokenizer is lossy ({', '.join(loaded.lossy)}): {why}",)
+        elif loaded is not None and loaded.lossy:
             losses = sum((record.losses for record in records), Losses())
             dataset["losses"] = asdict(losses)
             remarks += (losses.describe(loaded.lossy),)

@@ -20,11 +20,11 @@ from baton.data_pipeline import file_io
 from baton.data_pipeline.config import PrepareConfig
 from baton.data_pipeline.errors import DataError, InputError
 from baton.data_pipeline.files import read_json, sha256_file, write_json
-from baton.data_pipeline.input_files import InputPiece, Rejected, held_out
+from baton.data_pipeline.input_files import DocumentIds, InputPiece, Rejected, held_out
 from baton.data_pipeline.input_pieces import read_piece
 from baton.data_pipeline.progress import Progress
 from baton.data_pipeline.shards import ShardSummary, ShardWriter, file_size, index_name, token_payload
-from baton.data_pipeline.tokenizer import Losses, load_tokenizer
+from baton.data_pipeline.tokenizer import Ids, Losses, load_tokenizer
 
 _REPORT_BYTES = 1 << 20
 _DECODED = 64  # documents per task that are decoded again, to say what a lossy tokenizer loses
@@ -224,24 +224,32 @@ class _Writer:
     def _piece(self, piece: InputPiece) -> None:
         settings = self._task.settings
         seen = reported = 0
-        for record in read_piece(piece, settings.text_field):
+        for record in read_piece(piece, settings.text_field, settings.ids):
             if isinstance(record, Rejected):
                 self._rejected.append(asdict(record))
                 continue
-            split = "validation" if held_out(record.text, settings.validation_fraction) else "train"
-            self._document(split, record.id, record.text)
-            seen += len(record.text)
+            ids: Ids | None = None
+            if isinstance(record, DocumentIds):
+                assert self._tokenizer is not None
+                ids, text = record.ids, self._tokenizer.decode(record.ids, errors="replace").encode()
+            else:
+                text = record.text
+            split = "validation" if held_out(text, settings.validation_fraction) else "train"
+            self._document(split, record.id, text, ids)
+            seen += len(text) if ids is None else ids.nbytes
             if seen - reported >= _REPORT_BYTES and seen < piece.size:
                 self._add(seen - reported)
                 reported = seen
         self._add(piece.size - reported)
 
-    def _document(self, split: str, document: str, text: bytes) -> None:
+    def _document(self, split: str, document: str, text: bytes, ids: Ids | None) -> None:
         payload, tokens = text, -1
         if self._tokenizer is not None:
-            ids = self._tokenizer.encode_utf8(text)
+            encoded = ids is None
+            if ids is None:
+                ids = self._tokenizer.encode_utf8(text)
             payload, tokens = token_payload(ids, self._tokenizer.vocab_size), len(ids)
-            if self._tokenizer.lossy:
+            if self._tokenizer.lossy and encoded:
                 decoded = self._losses.documents < _DECODED
                 self._losses += Losses.of(self._tokenizer, text, ids, decoded=decoded)
         writer = self._open.get(split)

@@ -126,6 +126,8 @@ class ShardSource:
             return []
         lines = []
         for dataset in self.datasets.values():
+            if dataset.content == "tokens" and not dataset.losses:
+                continue  # ids from elsewhere, whose text is not known
             losses = Losses(**dataset.losses) if dataset.content == "tokens" else _losses(dataset, self.tokenizer)
             lines.append(f"{dataset.location.text}: {losses.describe(self.tokenizer.lossy)}")
         return lines

@@ -8,13 +8,18 @@ from baton.launcher.cli.arguments import Subparsers, add_command, add_group, pos
 def add(commands: Subparsers) -> None:
     data = add_group(commands, "data", "prepare, verify and inspect datasets")
     prepare = add_command(data, "prepare", _prepare, "turn text into WebDataset shards of documents")
-    kinds = "folders; text, JSON lines or arrays, WebDataset .tar (each also .gz, .zst, .xz, .bz2), .parquet"
+    kinds = "folders; text, JSON lines or arrays, WebDataset .tar (each also .gz, .zst, .xz, .bz2), .parquet, .arrow; with --ids: "
+    kinds += "Megatron's .bin with .idx, flat .bin and .npy, lists in .parquet and .arrow, .npy in .tar"
     prepare.add_argument("inputs", metavar="INPUT", nargs="+", help=kinds)
     prepare.add_argument("--out", required=True, help="the dataset's folder; what is finished in it is kept")
     prepare.add_argument("--include", action="append", metavar="GLOB", help="files to take from folders, e.g. '*.py' (repeatable)")
     prepare.add_argument("--exclude", action="append", metavar="GLOB", help="files to leave out, also of an unfinished dataset")
     prepare.add_argument("--tokenizer", help="a .model or tokenizer.json file: store token ids instead of text")
     prepare.add_argument("--eod-token", help="the token between documents (default: the tokenizer's EOS token)")
+    prepare.add_argument("--ids", action="store_true", help="the inputs hold token ids of --tokenizer")
+    prepare.add_argument("--ids-dtype", choices=("uint16", "uint32"), help="of a flat .bin file (default uint16)")
+    prepare.add_argument("--ids-field", help="column that holds lists of ids (default input_ids)")
+    prepare.add_argument("--separator-id", type=int, help="id between a flat file's documents (default: the EOD token)")
     prepare.add_argument("--workers", type=positive_int, help="processes (default: the usable cores)")
     prepare.add_argument("--shard-bytes", type=positive_int, help="text bytes per shard (default 256 MiB)")
     prepare.add_argument("--validation-fraction", type=float, help="share of documents held out, by content hash (default 0.02)")
@@ -28,7 +33,20 @@ def add(commands: Subparsers) -> None:
 def _prepare(arguments: argparse.Namespace) -> None:
     from baton.data_pipeline.prepare import prepare
 
-    names = ("include", "exclude", "tokenizer", "eod_token", "workers", "shard_bytes", "validation_fraction", "text_field")
+    names = (
+        "include",
+        "exclude",
+        "tokenizer",
+        "eod_token",
+        "ids",
+        "ids_dtype",
+        "ids_field",
+        "separator_id",
+        "workers",
+        "shard_bytes",
+        "validation_fraction",
+        "text_field",
+    )
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     print(prepare(arguments.inputs, arguments.out, **given))
 

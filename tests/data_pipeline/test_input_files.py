@@ -187,7 +187,6 @@ UNKNOWN = {
     "e.lz4": b"\x04\x22\x4d\x18",
     "f.npy": b"\x93NUMPY",
     "g.txt": b"some text\0and more",
-    "h.feather": b"ARROW1",
     "i.txt": "text".encode("utf-16"),
     "j.jsonl": lines().decode().encode("utf-16"),
     "k.jsonl": b"PK\x03\x04",
@@ -383,7 +382,7 @@ def test_a_read_error_that_passes_leaves_no_trace(tmp_path, make, monkeypatch):
 
     real = prepare_workers.read_piece
 
-    def failing(piece, text_field):
+    def failing(piece, text_field, ids):
         """The file server forgets the file in the middle, once."""
         nonlocal opened
         opened += 1
