@@ -1,5 +1,6 @@
 """`baton settings`, and the pages that are made from the classes of settings and the parsers of commands."""
 
+import argparse
 import subprocess
 import sys
 from importlib import import_module
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.launcher.cli import COMMANDS, main
+from baton.launcher.cli import main, parser
 from baton.launcher.config import RunConfig
 from baton.launcher.settings_reference import groups
 from baton.models.settings import kinds
@@ -94,6 +95,6 @@ def test_settings_need_no_torch():
 
 def test_every_command_is_on_the_page():
     text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    for module in COMMANDS:
-        name = module.__name__.rpartition(".")[2]
+    (commands,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    for name in commands.choices:
         assert f"## baton {name}" in text

@@ -148,24 +148,34 @@ def pruned(place: Path, retention: Retention, *, delete: bool) -> list[Path]:
         raise CheckpointError(f"{error.filename or folder}: cannot be deleted ({error_reason(error)})") from None
 
 
+def newest_whole(place: Path, step: int | None = None) -> Path:
+    """A run's newest checkpoint without a problem, or that of a step. Raises CheckpointError where there is none."""
+    found = [path for path in checkpoints_of(place) if step is None or Manifest.read(path).step == step]
+    if not found:
+        raise CheckpointError(f"{place}: no checkpoint of step {step}; `baton checkpoint list` shows what is there")
+    for path in reversed(found):
+        if not problems(path):
+            return path
+    raise CheckpointError(f"{place}: no checkpoint is whole; `baton checkpoint verify` says what is wrong")
+
+
+def whole_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint by name, float32 and whole; fused projections are split into their parts."""
+    manifest = Manifest.read(path)
+    files = CheckpointFiles(path, manifest.tensors)
+    return {key.removeprefix(MASTER): files.whole(key) for key in manifest.tensors if key.startswith(MASTER)}
+
+
 def export(place: Path, out: Path, dtype: torch.dtype | None = None) -> Path:
     """Write the weights of a checkpoint, or of a run's newest whole one, as one safetensors file; returns the checkpoint.
 
     Tensors are whole and have the parameters' names; fused projections are split into their parts. dtype: of floating-point
     tensors; None: fp32. Raises CheckpointError: no checkpoint is whole, or the file cannot be written.
     """
-    for path in reversed(checkpoints_of(place)):
-        if not problems(path):
-            break
-    else:
-        raise CheckpointError(f"{place}: no checkpoint is whole; `baton checkpoint verify` says what is wrong")
-    manifest = Manifest.read(path)
-    files = CheckpointFiles(path, manifest.tensors)
-    tensors = {}
-    for key in manifest.tensors:
-        if key.startswith(MASTER):
-            whole = files.whole(key)
-            tensors[key.removeprefix(MASTER)] = whole if dtype is None else whole.to(dtype)
+    path = newest_whole(place)
+    manifest, tensors = Manifest.read(path), whole_weights(path)
+    if dtype is not None:
+        tensors = {name: x.to(dtype) for name, x in tensors.items()}
     about = {"format": FORMAT, "step": str(manifest.step), "tokens": str(manifest.tokens)}
     about |= {f"fingerprint.{name}": value for name, value in manifest.fingerprints.items()}
     aside = out.with_name(f".{out.name}.new")

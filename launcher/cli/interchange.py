@@ -1,0 +1,36 @@
+"""`baton import` and `baton export`: models of other libraries, read as a run's beginning and written from a run."""
+
+import argparse
+from pathlib import Path
+
+from baton.launcher.cli.arguments import Subparsers, add_command, positive_int
+
+
+def add(commands: Subparsers) -> None:
+    read = add_command(commands, "import", _import, "read a model of transformers or mamba_ssm: settings and weights for a run")
+    read.add_argument("folder", type=Path, metavar="FOLDER", help="has config.json, and weights as safetensors or .bin files")
+    read.add_argument("--out", type=Path, required=True, metavar="NAME", help="writes NAME.yaml and NAME.safetensors")
+    write = add_command(commands, "export", _export, "write a run's model as a folder that transformers loads")
+    write.add_argument("place", type=Path, metavar="RUN", help="a run directory, or a checkpoint's folder")
+    write.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet")
+    write.add_argument("--step", type=positive_int, metavar="N", help="of the checkpoint (default: the newest whole one)")
+    write.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(default float32)")
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from baton.launcher.interchange import import_model
+
+    out = arguments.out
+    model, library = import_model(arguments.folder, out)
+    print(f"{library}: {model.n_layers} layers, d_model {model.d_model}, vocabulary {model.vocab_size}")
+    print(f"in a run file: model: {out}.yaml, training: {{initial_weights: {out}.safetensors}}")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from baton.launcher.interchange import export_model
+
+    dtype = None if arguments.dtype == "float32" else getattr(torch, arguments.dtype)
+    checkpoint, library = export_model(arguments.place, arguments.out, step=arguments.step, dtype=dtype)
+    print(f"{arguments.out}: weights of {checkpoint}, in the format of {library}")

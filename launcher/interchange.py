@@ -1,0 +1,228 @@
+"""`baton import` and `baton export`: models in the folders of other libraries, read and written as files.
+
+A folder has config.json and the weights: model.safetensors, or several files with model.safetensors.index.json, or PyTorch's .bin
+files. Nothing is written before everything was read and checked.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import yaml
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from baton.data_pipeline.config import ShardsConfig
+from baton.launcher.errors import ConfigError
+from baton.launcher.inputs import with_known_vocabulary
+from baton.launcher.run_directory import read_config
+from baton.models.config import ModelConfig
+from baton.models.interchange.mapping import InterchangeError, to_ours, to_theirs
+from baton.models.interchange.registry import family_of_config, family_of_model
+from baton.training.checkpoint.manifest import Manifest
+from baton.training.checkpoint.tools import newest_whole, whole_weights
+
+SHARD_BYTES = 5 << 30
+"""Bytes of an exported file at most; larger models are written as several with an index."""
+
+FLOAT32_ONLY = ("A_log", "dt_bias", "dt_proj.bias", ".D")
+"""Ends of names whose tensors stay float32 in an export of a lower precision: rounded, recurrences would be others."""
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+
+
+def import_model(folder: Path, out: Path) -> tuple[ModelConfig, str]:
+    """Read a model from another library's folder; write out.yaml, a model's settings for a run file, and out.safetensors, weights
+    for training.initial_weights. Returns the settings, and whose format it was.
+
+    Raises ConfigError for a folder that is none, an unknown architecture, and tensors that are missing, unknown or of other shapes.
+    """
+    config = _json(folder / "config.json")
+    try:
+        family = family_of_config(config)
+        settings = family.model(config)
+        model = ModelConfig.model_validate(settings)
+        ignored = [family.head] if model.tie_embeddings else []
+        theirs = dict(_tensors(folder))
+        if model.tie_embeddings and family.head in theirs and not torch.equal(theirs[family.head], theirs[family.embedding]):
+            raise InterchangeError(f"tie_word_embeddings is true, but {family.head} is not {family.embedding}")
+        ours = {name: x.float() for name, x in to_ours(family.maps(model), theirs, ignored).items()}
+    except InterchangeError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{folder}: config.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except ValueError as error:
+        raise ConfigError(f"{folder}: config.json: {error}") from None
+    text = f"# {family.library}, read from {folder.resolve().name} by `baton import`\n"
+    text += yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False)
+    weights, section = out.with_name(f"{out.name}.safetensors"), out.with_name(f"{out.name}.yaml")
+    with _written(weights) as aside:
+        save_file(ours, aside, metadata={"format": "baton-weights"})
+    with _written(section) as aside:
+        aside.write_text(text, encoding="utf-8")
+    return model, family.library
+
+
+def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torch.dtype | None = None) -> tuple[Path, str]:
+    """Write a run's checkpoint as a folder that another library loads; returns the checkpoint and whose format it is.
+
+    Args:
+        place: a run directory, or a checkpoint's folder in one.
+        out: a folder that does not exist.
+        step: of the checkpoint; None: the newest whole one.
+        dtype: of the tensors; None: float32. Those of FLOAT32_ONLY stay float32.
+
+    Raises ConfigError for a model that no other library has, or a folder that exists; CheckpointError where no checkpoint is whole.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists; give the name of a new folder")
+    checkpoint = newest_whole(place, step)
+    run = checkpoint.parent.parent
+    config = read_config(run / "config.yaml")
+    model = with_known_vocabulary(config).model
+    try:
+        family = family_of_model(model)
+        values = family.config(model)
+        theirs = to_theirs(family.maps(model), whole_weights(checkpoint))
+    except InterchangeError as error:
+        raise ConfigError(f"{run}: {error}") from None
+    if dtype is not None:
+        theirs = {name: x if name.endswith(FLOAT32_ONLY) else x.to(dtype) for name, x in theirs.items()}
+    values |= {"torch_dtype": str(dtype or torch.float32).removeprefix("torch."), "use_cache": True}
+    tokenizer = Path(config.data.tokenizer) if isinstance(config.data, ShardsConfig) else None
+    aside = out.with_name(f".{out.name}.new")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        _save(theirs, aside)
+        (aside / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        if tokenizer is not None and tokenizer.is_file():
+            shutil.copyfile(tokenizer, aside / ("tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"))
+        (aside / "README.md").write_text(_card(run, checkpoint, model, family.library), encoding="utf-8")
+        os.replace(aside, out)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise ConfigError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
+    return checkpoint, family.library
+
+
+# ---------------------------------------------------------------------------------------------------------------------- reading
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a folder with config.json and weights") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: not an object")
+    return found
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a folder. Raises ConfigError for a file that is missing, cannot be read, or runs code."""
+    files = next((name for name in SINGLE if (folder / name).exists()), None)
+    if files is not None:
+        yield from _file(folder / files).items()
+        return
+    index = next((name for name in INDEXES if (folder / name).exists()), None)
+    if index is None:
+        raise ConfigError(f"{folder}: no weights; none of {', '.join((*SINGLE, *INDEXES))} is there")
+    places = _json(folder / index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) and Path(name).name == name for name in places.values()):
+        raise ConfigError(f"{folder / index}: no weight_map from tensors to files of this folder")
+    if missing := sorted({name for name in places.values() if not (folder / name).exists()}):
+        raise ConfigError(f"{folder}: {missing[0]} is missing, which {index} names; download it again")
+    for name in dict.fromkeys(places.values()):
+        found = _file(folder / name)
+        for key in [key for key, where in places.items() if where == name]:
+            if key not in found:
+                raise ConfigError(f"{folder / name}: no tensor {key}, which {index} says is there")
+            yield key, found[key]
+
+
+def _file(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError:
+        raise ConfigError(f"{path}: a pickle that would run code; give safetensors files") from None
+    except (OSError, SafetensorError, RuntimeError, EOFError) as error:
+        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); download it again") from None
+    if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
+        raise ConfigError(f"{path}: not a dictionary of tensors")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------- writing
+
+
+def _save(tensors: dict[str, Tensor], folder: Path, limit: int = SHARD_BYTES) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, x in tensors.items():
+        if shards[-1] and sum(y.nbytes for y in shards[-1].values()) + x.nbytes > limit:
+            shards.append({})
+        shards[-1][name] = x
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    places = dict[str, str]()
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+    total = sum(x.nbytes for x in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / INDEXES[0]).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _card(run: Path, checkpoint: Path, model: ModelConfig, library: str) -> str:
+    """README.md of an exported folder: what the run's files say."""
+    manifest = Manifest.read(checkpoint)
+    config = read_config(run / "config.yaml")
+    data = config.data.model_dump(mode="json")
+    source = data.get("path") or ", ".join(data.get("sources") or {}) or data.get("kind")
+    kinds = ", ".join(dict.fromkeys(settings.kind for settings in model.mixers.values()))
+    return f"""# {config.name}
+
+A language model of {model.n_layers} layers of {kinds}, d_model {model.d_model}, vocabulary {model.vocab_size}, trained with Baton.
+Its format is that of {library}.
+
+| | |
+| --- | --- |
+| step | {manifest.step:,} of {config.training.steps:,} |
+| tokens | {manifest.tokens:,} |
+| sequence length | {config.training.sequence_length:,} |
+| data | {source} |
+| optimizer | AdamW, peak learning rate {config.training.optimizer.lr:g}, {config.training.schedule.kind} schedule |
+| layout | {", ".join(f"{name} {size}" for name, size in config.layout.sizes().items())} |
+
+Licence, intended use and limitations: to be filled in by whoever publishes it.
+"""
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[Path]:
+    """A place beside the file, which replaces it when the context ends well."""
+    aside = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield aside
+        os.replace(aside, path)
+    except (OSError, SafetensorError) as error:
+        aside.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: cannot be written ({error}); choose another place") from None

@@ -1,0 +1,1 @@
+"""Models of other libraries: their configurations and tensors, mapped to and from Baton's."""

@@ -1,0 +1,78 @@
+"""A family of models in another library's format: which configurations it has, and how they and the tensors are mapped."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from baton.models.config import ModelConfig
+from baton.models.interchange.mapping import InterchangeError, TensorMap, one
+
+
+class Family(ABC):
+    """Reads and writes one format.
+
+    Attributes:
+        library: whose format it is, with the class, for messages and model cards.
+        architectures: what config.json names it.
+        kinds: the sub-blocks of each layer, by kind of mixer.
+        embedding, final_norm, head: names of tensors outside the layers.
+    """
+
+    library: ClassVar[str]
+    architectures: ClassVar[tuple[str, ...]]
+    kinds: ClassVar[tuple[str, ...]]
+    embedding: ClassVar[str]
+    final_norm: ClassVar[str]
+    head: ClassVar[str] = "lm_head.weight"
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json is of this family."""
+        return bool(set(config.get("architectures") or []) & set(self.architectures))
+
+    @abstractmethod
+    def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The model section of a run file. Raises InterchangeError for what Baton's model cannot be."""
+
+    @abstractmethod
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        """config.json of a model of this family. Raises InterchangeError for settings that the format cannot say."""
+
+    @abstractmethod
+    def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
+        """The tensors of a layer."""
+
+    def fits(self, model: ModelConfig) -> bool:
+        """Whether every layer of a model has this family's sub-blocks, all with the same settings."""
+        layers = {tuple(model.mixers[name].kind for name in layer) for layer in model.layers}
+        return layers == {self.kinds} and len(model.mixers) == len(self.kinds)
+
+    def maps(self, model: ModelConfig) -> list[TensorMap]:
+        """All tensors of a model whose vocab_size is known."""
+        rows, shape = model.vocab_size, (model.padded_vocab_size, model.d_model)
+        found = [TensorMap(self.embedding, (("embedding.weight", shape),), rows=rows)]
+        for number in range(model.n_layers):
+            found += self.layer(model, number)
+        found.append(one(self.final_norm, "norm.weight", model.d_model))
+        if not model.tie_embeddings:
+            found.append(TensorMap(self.head, (("head.weight", shape),), rows=rows))
+        return found
+
+
+def required(config: Mapping[str, Any], key: str) -> Any:
+    """A value of config.json. Raises InterchangeError where it is not there: nothing is guessed."""
+    if config.get(key) is None:
+        raise InterchangeError(f"config.json has no {key}")
+    return config[key]
+
+
+def unpadded(vocab_size: int) -> dict[str, int]:
+    """Settings of a vocabulary without rows of padding, whose logits would count in the loss: the most of 8 that divides it."""
+    return {"vocab_size": vocab_size, "pad_vocab_to": math.gcd(vocab_size, 8)}
+
+
+def only(config: Mapping[str, Any], key: str, value: Any, default: Any) -> None:
+    """Refuse a configuration with another value of `key`. default: what the library takes where there is none."""
+    found = config.get(key, default)
+    if found != value:
+        raise InterchangeError(f"config.json: {key}={found!r}: Baton's model has {key}={value!r} alone")

@@ -1,0 +1,124 @@
+"""Transformers with grouped attention, rotary positions and a gated MLP: transformers' Llama and Mistral."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from baton.models.config import ModelConfig
+from baton.models.interchange.family import Family, only, required, unpadded
+from baton.models.interchange.mapping import InterchangeError, TensorMap, one
+from baton.models.settings.attention import AttentionConfig
+from baton.models.settings.swiglu import SwiGLUConfig
+
+
+class Llama(Family):
+    library = "transformers, LlamaForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
+    model_type = "llama"
+    kinds = ("attention", "swiglu")
+    embedding = "model.embed_tokens.weight"
+    final_norm = "model.norm.weight"
+
+    def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        only(config, "attention_bias", False, False)
+        only(config, "mlp_bias", False, False)
+        only(config, "hidden_act", "silu", "silu")
+        width, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
+        attention = {
+            "kind": "attention",
+            "head_dim": config.get("head_dim") or width // heads,
+            "heads": heads,
+            "kv_heads": config.get("num_key_value_heads") or heads,
+            "rope_theta": _rope_theta(config),
+            "window": self._window(config),
+        }
+        return {
+            "d_model": width,
+            "n_layers": required(config, "num_hidden_layers"),
+            **unpadded(required(config, "vocab_size")),
+            "tie_embeddings": config.get("tie_word_embeddings", False),
+            "norm_eps": config.get("rms_norm_eps", 1e-6),
+            "pattern": ["attention+swiglu"],
+            "mixers": {"attention": attention, "swiglu": {"kind": "swiglu", "hidden": required(config, "intermediate_size")}},
+        }
+
+    def _window(self, config: Mapping[str, Any]) -> int | None:
+        return None
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        attention, swiglu = _parts(model, 0)
+        if attention.rope_theta is None:
+            raise InterchangeError("rope_theta=null, attention without positions, is not in this format")
+        heads = attention.head_counts(model.d_model)
+        return {
+            "architectures": list(self.architectures),
+            "model_type": self.model_type,
+            "hidden_size": model.d_model,
+            "num_hidden_layers": model.n_layers,
+            "vocab_size": model.vocab_size,
+            "tie_word_embeddings": model.tie_embeddings,
+            "rms_norm_eps": model.norm_eps,
+            "num_attention_heads": heads[0],
+            "num_key_value_heads": heads[1],
+            "head_dim": attention.head_dim,
+            "rope_theta": attention.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope_theta},
+            "intermediate_size": swiglu.width(model.d_model),
+            "attention_bias": False,
+            "mlp_bias": False,
+            "hidden_act": "silu",
+        }
+
+    def fits(self, model: ModelConfig) -> bool:
+        return super().fits(model) and _parts(model, 0)[0].window is None
+
+    def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
+        attention, swiglu = _parts(model, number)
+        one_name, two_name = model.layers[number]
+        width, hidden = model.d_model, swiglu.width(model.d_model)
+        heads, kv_heads = attention.head_counts(model.d_model)
+        theirs, ours = f"model.layers.{number}", f"layers.{number}"
+        yield one(f"{theirs}.input_layernorm.weight", f"{ours}.{one_name}.norm.weight", width)
+        for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            rows = count * attention.head_dim
+            yield one(f"{theirs}.self_attn.{part}_proj.weight", f"{ours}.{one_name}.mixer.in_proj.{part}.weight", rows, width)
+        inner = heads * attention.head_dim
+        yield one(f"{theirs}.self_attn.o_proj.weight", f"{ours}.{one_name}.mixer.out_proj.weight", width, inner)
+        yield one(f"{theirs}.post_attention_layernorm.weight", f"{ours}.{two_name}.norm.weight", width)
+        for part in ("gate", "up"):
+            yield one(f"{theirs}.mlp.{part}_proj.weight", f"{ours}.{two_name}.mixer.in_proj.{part}.weight", hidden, width)
+        yield one(f"{theirs}.mlp.down_proj.weight", f"{ours}.{two_name}.mixer.out_proj.weight", width, hidden)
+
+
+class Mistral(Llama):
+    """Llama whose queries may see a window of tokens only."""
+
+    library = "transformers, MistralForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("MistralForCausalLM",)
+    model_type = "mistral"
+
+    def _window(self, config: Mapping[str, Any]) -> int | None:
+        # transformers takes 4096 where the key is missing
+        return int(found) if (found := config.get("sliding_window", 4096)) is not None else None
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        found = super().config(model) | {"sliding_window": _parts(model, 0)[0].window}
+        return {key: value for key, value in found.items() if key not in ("attention_bias", "mlp_bias")}
+
+    def fits(self, model: ModelConfig) -> bool:
+        return Family.fits(self, model)
+
+
+def _parts(model: ModelConfig, number: int) -> tuple[AttentionConfig, SwiGLUConfig]:
+    attention, swiglu = (model.mixers[name] for name in model.layers[number])
+    assert isinstance(attention, AttentionConfig)
+    assert isinstance(swiglu, SwiGLUConfig)
+    return attention, swiglu
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """The base of the rotary angles, where nothing scales them. transformers 5 has it under rope_parameters."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise InterchangeError(f"config.json: rope_type={kind!r}: Baton's attention has unscaled rotary positions alone")
+    return float(rope.get("rope_theta") or config.get("rope_theta") or 1e4)

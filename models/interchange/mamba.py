@@ -1,0 +1,157 @@
+"""Mamba and Mamba-2: transformers' classes, and the files of mamba_ssm, from which both come."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from baton.models.config import ModelConfig
+from baton.models.interchange.family import Family, only, required, unpadded
+from baton.models.interchange.mapping import InterchangeError, TensorMap, one
+from baton.models.settings.mamba import MambaConfig
+from baton.models.settings.mamba2 import Mamba2Config
+
+
+def _number(value: Any) -> float:
+    """A number of config.json; transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    return float(value["__float__"] if isinstance(value, dict) else value)
+
+
+class _StateSpace(Family):
+    """What the two have in common."""
+
+    embedding = "backbone.embeddings.weight"
+    final_norm = "backbone.norm_f.weight"
+
+    def _common(self, config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
+        only(config, "use_bias", False, False)
+        only(config, "use_conv_bias", True, True)
+        only(config, "hidden_act", "silu", "silu")
+        return {
+            "d_model": required(config, "hidden_size"),
+            "n_layers": required(config, "num_hidden_layers"),
+            **unpadded(required(config, "vocab_size")),
+            "tie_embeddings": config.get("tie_word_embeddings", tied),
+            "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        }
+
+    def _config(self, model: ModelConfig, name: str, settings: MambaConfig | Mamba2Config) -> dict[str, Any]:
+        return {
+            "architectures": list(self.architectures),
+            "model_type": name,
+            "hidden_size": model.d_model,
+            "num_hidden_layers": model.n_layers,
+            "vocab_size": model.vocab_size,
+            "tie_word_embeddings": model.tie_embeddings,
+            "layer_norm_epsilon": model.norm_eps,
+            "state_size": settings.d_state,
+            "conv_kernel": settings.d_conv,
+            "expand": settings.expand,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "hidden_act": "silu",
+            "residual_in_fp32": True,
+        }
+
+
+class Mamba(_StateSpace):
+    library = "transformers, MambaForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("MambaForCausalLM",)
+    kinds = ("mamba",)
+
+    def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        rank, width = config.get("time_step_rank", "auto"), required(config, "hidden_size")
+        mamba = {
+            "kind": "mamba",
+            "d_state": config.get("state_size", 16),
+            "d_conv": config.get("conv_kernel", 4),
+            "expand": config.get("expand", 2),
+            "dt_rank": -(-width // 16) if rank == "auto" else rank,
+        }
+        if "intermediate_size" in config and config["intermediate_size"] != mamba["expand"] * width:
+            raise InterchangeError(f"config.json: intermediate_size={config['intermediate_size']} is not expand x hidden_size")
+        return {**self._common(config, True), "pattern": ["mamba"], "mixers": {"mamba": mamba}}
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        (mamba,) = model.mixers.values()
+        assert isinstance(mamba, MambaConfig)
+        if not mamba.skip or mamba.discretization != "euler":
+            raise InterchangeError("skip=false and discretization=zoh are not in this format")
+        return self._config(model, "mamba", mamba) | {
+            "time_step_rank": mamba.step_rank(model.d_model),
+            "intermediate_size": mamba.expand * model.d_model,
+        }
+
+    def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
+        (name,) = model.layers[number]
+        mamba = model.mixers[name]
+        assert isinstance(mamba, MambaConfig)
+        width, inner, state, rank = model.d_model, mamba.expand * model.d_model, mamba.d_state, mamba.step_rank(model.d_model)
+        theirs, ours = f"backbone.layers.{number}", f"layers.{number}.{name}"
+        yield one(f"{theirs}.norm.weight", f"{ours}.norm.weight", width)
+        theirs, ours = f"{theirs}.mixer", f"{ours}.mixer"
+        yield TensorMap(f"{theirs}.in_proj.weight", tuple((f"{ours}.in_proj.{part}.weight", (inner, width)) for part in ("x", "z")))
+        yield one(f"{theirs}.conv1d.weight", f"{ours}.conv_weight", inner, mamba.d_conv, axis=1)
+        yield one(f"{theirs}.conv1d.bias", f"{ours}.conv_bias", inner)
+        yield one(f"{theirs}.x_proj.weight", f"{ours}.x_proj.weight", rank + 2 * state, inner)
+        yield one(f"{theirs}.dt_proj.weight", f"{ours}.dt_proj.weight", inner, rank)
+        yield one(f"{theirs}.dt_proj.bias", f"{ours}.dt_bias", inner)
+        yield one(f"{theirs}.A_log", f"{ours}.A_log", inner, state)
+        yield one(f"{theirs}.D", f"{ours}.D", inner)
+        yield one(f"{theirs}.out_proj.weight", f"{ours}.out_proj.weight", width, inner)
+
+
+class Mamba2(_StateSpace):
+    library = "transformers, Mamba2ForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("Mamba2ForCausalLM",)
+    kinds = ("mamba2",)
+
+    def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        only(config, "n_groups", 1, 8)
+        only(config, "rms_norm", True, True)
+        low, high = map(_number, config.get("time_step_limit", (0.0, float("inf"))))
+        if (low, high) != (0.0, float("inf")):
+            raise InterchangeError(f"config.json: time_step_limit={[low, high]}: Baton's step sizes have no limits")
+        width, heads, head_dim = required(config, "hidden_size"), required(config, "num_heads"), required(config, "head_dim")
+        mamba = {
+            "kind": "mamba2",
+            "d_state": config.get("state_size", 128),
+            "d_conv": config.get("conv_kernel", 4),
+            "expand": config.get("expand", 2),
+            "head_dim": head_dim,
+        }
+        if heads * head_dim != mamba["expand"] * width:
+            raise InterchangeError(f"config.json: num_heads x head_dim = {heads * head_dim} is not expand x hidden_size")
+        return {**self._common(config, False), "pattern": ["mamba2"], "mixers": {"mamba2": mamba}}
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        (mamba,) = model.mixers.values()
+        assert isinstance(mamba, Mamba2Config)
+        return self._config(model, "mamba2", mamba) | {
+            "num_heads": mamba.head_count(model.d_model),
+            "head_dim": mamba.head_dim,
+            "n_groups": 1,
+            "rms_norm": True,
+            "chunk_size": 256,
+        }
+
+    def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
+        (name,) = model.layers[number]
+        mamba = model.mixers[name]
+        assert isinstance(mamba, Mamba2Config)
+        width, inner, heads, shared = (
+            model.d_model,
+            mamba.expand * model.d_model,
+            mamba.head_count(model.d_model),
+            2 * mamba.d_state,
+        )
+        theirs, ours = f"backbone.layers.{number}", f"layers.{number}.{name}"
+        yield one(f"{theirs}.norm.weight", f"{ours}.norm.weight", width)
+        theirs, ours = f"{theirs}.mixer", f"{ours}.mixer"
+        parts = (("in_proj.z", inner), ("in_proj.x", inner), ("bc_proj", shared), ("in_proj.dt", heads))
+        yield TensorMap(f"{theirs}.in_proj.weight", tuple((f"{ours}.{part}.weight", (rows, width)) for part, rows in parts))
+        conv = ((f"{ours}.conv_weight", (inner, mamba.d_conv)), (f"{ours}.bc_conv_weight", (shared, mamba.d_conv)))
+        yield TensorMap(f"{theirs}.conv1d.weight", conv, axis=1)
+        yield TensorMap(f"{theirs}.conv1d.bias", ((f"{ours}.conv_bias", (inner,)), (f"{ours}.bc_conv_bias", (shared,))))
+        for parameter in ("A_log", "D", "dt_bias"):
+            yield one(f"{theirs}.{parameter}", f"{ours}.{parameter}", heads)
+        yield one(f"{theirs}.norm.weight", f"{ours}.norm.weight", inner)
+        yield one(f"{theirs}.out_proj.weight", f"{ours}.out_proj.weight", width, inner)

@@ -1,0 +1,63 @@
+"""`baton export` of a real run: transformers loads it and computes the same, and a new run begins with it."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from support.compare import relative_error
+
+from baton.launcher.cli import main
+
+
+def test_an_exported_run_is_the_runs_model_and_a_new_run_begins_with_it(inputs, undisturbed, launch, tmp_path, capsys, monkeypatch):
+    import transformers
+
+    monkeypatch.chdir(inputs.run.parent)  # where the run's tokenizer is
+
+    assert main(["export", str(undisturbed), "--out", str(tmp_path / "out")]) == 0
+    assert "in the format of transformers, MambaForCausalLM" in capsys.readouterr().out
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"config.json", "model.safetensors", "tokenizer.model", "README.md"}
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == inputs.tokenizer.read_bytes()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+
+    # a run of one step that changes nothing, exported again
+    assert main(["import", str(tmp_path / "out"), "--out", str(tmp_path / "start")]) == 0
+    values = inputs.settings()
+    values["model"] = str(tmp_path / "start.yaml")
+    values["training"] |= {"initial_weights": str(tmp_path / "start.safetensors"), "steps": 1, "schedule": {"kind": "constant"}}
+    values["training"] |= {"optimizer": {"lr": 1e-30, "weight_decay": 0.0}, "evaluation": {"every": 0}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    ended = launch(tmp_path / "run", str(tmp_path / "run.yaml"), where=tmp_path).end()
+    assert ended.status == 0, ended.err
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "again")]) == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+    assert main(["export", str(undisturbed), "--out", str(tmp_path / "low"), "--dtype", "bfloat16"]) == 0
+    low = load_file(tmp_path / "low" / "model.safetensors")
+    kept = {name.partition(".mixer.")[2] for name, x in low.items() if x.dtype == torch.float32}
+    assert kept == {"A_log", "D", "dt_proj.bias"}
+    tokens = torch.randint(300, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "low", dtype=torch.float32).eval()
+        assert relative_error(again(tokens).logits, theirs(tokens).logits) <= 2e-2
+    assert json.loads((tmp_path / "low" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("words", "needle"),
+    [
+        (["--step", "7"], "no checkpoint of step 7; `baton checkpoint list` shows what is there"),
+        (["--out", "RUN"], "exists; give the name of a new folder"),
+    ],
+)
+def test_refusals_are_one_line(undisturbed, tmp_path, capsys, words, needle):
+    words = [str(undisturbed) if word == "RUN" else word for word in words]
+    out = [] if "--out" in words else ["--out", str(tmp_path / "out")]
+    assert main(["export", str(undisturbed), *out, *words]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "out").exists()

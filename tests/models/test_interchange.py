@@ -1,0 +1,270 @@
+"""Models in other libraries' formats: transformers' own random models, read, compared with theirs, written, and loaded by them."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from support.compare import relative_error
+
+from baton.launcher.cli import main
+from baton.launcher.interchange import _save, import_model
+from baton.models.config import ModelConfig
+from baton.models.interchange.mapping import to_theirs
+from baton.models.interchange.registry import FAMILIES, family_of_config, family_of_model
+from baton.models.library import language_model
+from baton.parallel.param_layout import named_layouts
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 61}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "head_dim": 12}
+
+
+def transformers_model(name, **changes):
+    """A random model of transformers, in float32."""
+    import transformers
+
+    config_class, cls = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    torch.manual_seed(5)
+    config = config_class(**SIZES, **changes, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+    model = cls(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():  # norms begin at 1, biases at 0
+            p.add_(0.05 * torch.randn_like(p))
+    return model
+
+
+CASES = {
+    "mamba": ("Mamba", {"state_size": 5, "time_step_rank": 3, "use_mambapy": False, "residual_in_fp32": True}),
+    "mamba, a head of its own": ("Mamba", {"state_size": 4, "tie_word_embeddings": False}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 1, "expand": 2, "chunk_size": 8}),
+    "mamba2, tied": (
+        "Mamba2",
+        {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 1, "expand": 2, "chunk_size": 8, "tie_word_embeddings": True},
+    ),
+    "llama, grouped heads": ("Llama", {**HEADS, "rope_theta": 500.0, "rms_norm_eps": 1e-4}),
+    "llama, tied": ("Llama", {**HEADS, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "mistral, a window": ("Mistral", {**HEADS, "sliding_window": 7, "attn_implementation": "eager"}),
+    "mistral": ("Mistral", {**HEADS, "sliding_window": None}),
+}
+
+
+def ours_of(model: ModelConfig, weights: Path):
+    """Baton's model with the weights of a file."""
+    built, found = language_model(model), load_file(weights)
+    with torch.no_grad():
+        for name, parameter, layout in named_layouts(built):
+            for block in layout.shard_boxes(name, 0, 1):
+                parameter[block.local_row : block.local_row + block.extent[0]].copy_(found.pop(block.name))
+    assert not found
+    return built
+
+
+def logits_of(model, tokens):
+    hidden, _ = model(tokens, torch.arange(tokens.shape[1], dtype=torch.int32).expand(len(tokens), -1))
+    return model.logits(hidden)[..., : model.config.vocab_size]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_imported_model_is_theirs(case, tmp_path):
+    """Logits, and the gradients of the embedding and of everything else, by one scalar of all of them."""
+    name, changes = CASES[case]
+    theirs = transformers_model(name, **changes)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "ours")]) == 0
+    model = ModelConfig.model_validate(yaml.safe_load((tmp_path / "ours.yaml").read_text()))
+    ours = ours_of(model, tmp_path / "ours.safetensors")
+    tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
+    expected = theirs(tokens).logits
+    found = logits_of(ours, tokens)
+    assert relative_error(found, expected) <= 1e-5
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    found.backward(cotangent)
+    expected.backward(cotangent)
+    gradients = {}
+    for name, parameter, layout in named_layouts(ours):
+        for block in layout.shard_boxes(name, 0, 1):
+            gradients[block.name] = parameter.grad[block.local_row : block.local_row + block.extent[0]]
+    others = dict(theirs.named_parameters())
+    for one in family_of_model(model).maps(model):
+        assert relative_error(one.to_theirs(gradients), others[one.theirs].grad) <= 2e-5, one.theirs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_is_what_was_read_and_loads_there(case, tmp_path):
+    """To the bit; as several files; and transformers finds no tensor missing or too many."""
+    import transformers
+
+    name, changes = CASES[case]
+    theirs = transformers_model(name, **changes)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model, _ = import_model(tmp_path / "theirs", tmp_path / "ours")
+    family = family_of_model(model)
+    written = to_theirs(family.maps(model), load_file(tmp_path / "ours.safetensors"))
+    for key, x in load_file(tmp_path / "theirs" / "model.safetensors").items():
+        assert torch.equal(written[key], x), key
+    (tmp_path / "again").mkdir()
+    _save(written, tmp_path / "again", limit=20_000)
+    assert len(list((tmp_path / "again").glob("model-*.safetensors"))) > 1
+    config = family.config(model) | {"torch_dtype": "float32"}
+    (tmp_path / "again" / "config.json").write_text(json.dumps(config))
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    loaded, report = cls.from_pretrained(tmp_path / "again", output_loading_info=True, dtype=torch.float32)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert relative_error(loaded.eval()(tokens).logits, theirs(tokens).logits) <= 1e-6
+    assert import_model(tmp_path / "again", tmp_path / "twice")[0] == model
+    one, two = (load_file(tmp_path / f"{name}.safetensors") for name in ("ours", "twice"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_pytorchs_own_files_are_read_as_well(tmp_path):
+    theirs = transformers_model("Mamba", state_size=4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    expected, _ = import_model(tmp_path / "theirs", tmp_path / "one")
+    weights = load_file(tmp_path / "theirs" / "model.safetensors")
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "theirs" / "pytorch_model.bin")
+    assert import_model(tmp_path / "theirs", tmp_path / "two")[0] == expected
+    one, two = (load_file(tmp_path / f"{name}.safetensors") for name in ("one", "two"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layers"),
+    [
+        ("Mamba", {"state_size": 5}, {"d_state": 5}),
+        ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 1, "expand": 2, "tie_word_embeddings": True},
+         {"layer": "Mamba2", "d_state": 6, "headdim": 8}),
+    ],
+    ids=["mamba", "mamba2"],
+)  # fmt: skip
+def test_released_files_of_mamba_ssm_are_read(name, changes, layers, tmp_path):
+    """Their names, a padded embedding, the tied head stored again, and the settings of layers that are not defaults."""
+    theirs = transformers_model(name, **changes)
+    tensors = {key: x.detach().clone() for key, x in theirs.state_dict().items() if key != "lm_head.weight"}
+    embedding = torch.cat((tensors.pop("backbone.embeddings.weight"), torch.randn(3, 32)))
+    (tmp_path / "released").mkdir()
+    torch.save(
+        {**tensors, "backbone.embedding.weight": embedding, "lm_head.weight": embedding},
+        tmp_path / "released" / "pytorch_model.bin",
+    )
+    config = {"d_model": 32, "n_layer": 2, "vocab_size": 61, "ssm_cfg": layers, "rms_norm": True, "residual_in_fp32": True}
+    (tmp_path / "released" / "config.json").write_text(json.dumps(config | {"fused_add_norm": True, "pad_vocab_size_multiple": 8}))
+    model, library = import_model(tmp_path / "released", tmp_path / "ours")
+    assert library.startswith("mamba_ssm")
+    tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = logits_of(ours_of(model, tmp_path / "ours.safetensors"), tokens)
+        assert relative_error(found, theirs(tokens).logits) <= 1e-5
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of transformers' Mamba, to be damaged."""
+    transformers_model("Mamba", state_size=4).save_pretrained(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+class Runs:
+    def __reduce__(self):
+        return print, ("a pickle has run code",)
+
+
+def changed(folder, **values):
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def weights(folder, change):
+    found = load_file(folder / "model.safetensors")
+    change(found)
+    save_file(found, folder / "model.safetensors")
+
+
+def indexed(folder):
+    """Weights in two files, the second of which is missing."""
+    found = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: f"{number % 2}.safetensors" for number, name in enumerate(found)}
+    save_file({name: x for name, x in found.items() if places[name] == "0.safetensors"}, folder / "0.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def pickled(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Runs()}))
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def absent(x):
+    del x["backbone.layers.1.mixer.D"]
+
+
+def another(x):
+    x["lm_head.weight"] = torch.ones(61, 32)
+
+
+DAMAGE = {
+    "unknown architecture": (
+        lambda f: changed(f, architectures=["GPT2LMHeadModel"]),
+        "architectures=['GPT2LMHeadModel']: not read; known: ",
+    ),
+    "another width": (
+        lambda f: changed(f, hidden_size=48, intermediate_size=96),
+        "has shape (61, 32), and the configuration promises (61, 48)",
+    ),
+    "a bias": (lambda f: changed(f, use_bias=True), "config.json: use_bias=True: Baton's model has use_bias=False alone"),
+    "missing shard": (indexed, "1.safetensors is missing, which model.safetensors.index.json names"),
+    "code": (pickled, "pytorch_model.bin: a pickle that would run code; give safetensors files"),
+    "cut off": (cut, "model.safetensors: cannot be read"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights; none of model.safetensors"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: cannot be read"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
+    "tensor missing": (lambda f: weights(f, absent), "there is no tensor backbone.layers.1.mixer.D"),
+    "tensor too many": (
+        lambda f: weights(f, lambda x: x.update(extra=torch.ones(1))),
+        "extra has no counterpart in Baton's model",
+    ),
+    "another head": (lambda f: weights(f, another), "is true, but lm_head.weight is not"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_folder_that_cannot_be_read_is_one_line_and_nothing_is_written(how, folder, tmp_path, capsys):
+    damage, needle = DAMAGE[how]
+    damage(folder)
+    assert main(["import", str(folder), "--out", str(tmp_path / "out" / "model")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert needle in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "needle"),
+    [
+        ("Llama", {**HEADS, "attention_bias": True}, "attention_bias=True"),
+        ("Llama", {**HEADS, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='linear'"),
+        ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "expand": 2}, "n_groups=2"),
+    ],
+)
+def test_what_baton_has_not_is_refused_by_name(name, changes, needle, tmp_path, capsys):
+    transformers_model(name, **changes).save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "ours")]) == 2
+    assert needle in capsys.readouterr().err
+
+
+def test_every_family_has_its_architecture_once():
+    names = [name for family in FAMILIES for name in family.architectures]
+    assert len(names) == len(set(names))
+    assert all(family_of_config({"architectures": [name]}) is family for family in FAMILIES for name in family.architectures)
