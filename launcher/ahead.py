@@ -23,10 +23,10 @@ from baton.launcher.devices import kind_here
 from baton.training.monitoring import heartbeat
 
 PACKAGES = ("kernels", "models", "parallel", "training")
-"""Whose sources decide what a run launches."""
+"""Packages whose sources determine a run's kernels."""
 
 SETTINGS = ("TRITON_", "LLVM_", "MLIR_", "DISABLE_", "NVPTX_")
-"""How environment variables begin that Triton's compiler reads."""
+"""Prefixes of the environment variables that Triton's compiler reads."""
 
 LATER = "kernels are compiled when they are first launched, one after the other, which takes minutes"
 
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 class Ahead:
-    """The process that compiles. compile: does it in the process, and says how far it is."""
+    """The compiling process. compile: compiles in that process and reports progress."""
 
     def __init__(self, compile: Callable[[Say], None]) -> None:
         context = mp.get_context("fork")
@@ -44,7 +44,8 @@ class Ahead:
         sender.close()
 
     def wait(self, say: Say) -> None:
-        """Until all is compiled. say: takes lines, also one where the process failed: a run goes on without it."""
+        """Waits until all kernels are compiled. say: called with progress lines, and with one line if the process failed, in which
+        case the run continues without it."""
         try:
             while True:
                 say(self._lines.recv())
@@ -56,14 +57,14 @@ class Ahead:
 
 
 def start(config: RunConfig) -> Ahead | None:
-    """Begin to compile what a run launches on this node's GPUs. None: there are none, or all kernels are in the cache."""
+    """Starts compiling a run's kernels for this node's GPUs. None: there are no GPUs, or all kernels are in the cache."""
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0") or kind_here(config.device) == "cpu" or is_compiled(config):
         return None
     return Ahead(lambda say: compile_run(config, say))
 
 
 def compile_run(config: RunConfig, say: Say) -> None:
-    """Compile what the run launches on this machine's GPU, and list it."""
+    """Compiles the run's kernels for this machine's GPU and writes the list of them."""
     from baton.launcher.inputs import with_known_vocabulary
     from baton.training.kernel_tools.aot_compile import Target, compile_run_kernels
 
@@ -79,7 +80,7 @@ def compile_run(config: RunConfig, say: Say) -> None:
 
 
 def is_compiled(config: RunConfig) -> bool:
-    """Whether all that the run launches was compiled before, and is still in the cache."""
+    """Whether all of the run's kernels were compiled before and are still in the cache."""
     path = listing(config)
     try:
         files: list[str] = json.loads(path.read_text(encoding="utf-8"))
@@ -89,7 +90,7 @@ def is_compiled(config: RunConfig) -> bool:
 
 
 def listing(config: RunConfig) -> Path:
-    """The list of the run's kernels: a file in Triton's cache, whose name says what they are made from."""
+    """Path of the list of the run's kernels: a file in Triton's cache whose name is a hash of everything that determines them."""
     made_from: list[Any] = [getattr(config, name).model_dump(mode="json") for name in ("model", "data", "training", "layout")]
     # the cache holds whole paths, so one that was moved is none
     made_from += [version("triton"), version("torch"), sorted(_gpus()), str(_cache())]
@@ -103,13 +104,13 @@ def listing(config: RunConfig) -> Path:
 
 
 def _cache() -> Path:
-    """Triton's folder, as triton.knobs.cache.dir."""
+    """Triton's cache folder, as triton.knobs.cache.dir."""
     own = os.environ.get("TRITON_CACHE_DIR")
     return Path(own) if own else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
 
 
 def _gpus() -> Iterator[str]:
-    """What the driver says of this machine's GPUs, without asking CUDA: nodes of several kinds may share a cache."""
+    """The driver's description of this machine's GPUs, without initializing CUDA, since different nodes may share a cache."""
     for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         try:
             yield from (line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("Model:"))
@@ -128,7 +129,7 @@ def _write(path: Path, files: list[str]) -> None:
 
 
 def _run(compile: Callable[[Say], None], sender: connection.Connection, parent: int) -> None:
-    """In the process."""
+    """Runs in the compiling process."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its rank
     if os.getppid() != parent:
         os._exit(1)
@@ -144,9 +145,9 @@ def _run(compile: Callable[[Say], None], sender: connection.Connection, parent: 
 
 
 def await_node(ahead: Ahead | None, store: Any, rank: int, local_rank: int, say: Say) -> None:
-    """Wait until the node's kernels are compiled: the node's first rank for its process, the others for that rank.
+    """Waits until the node's kernels are compiled: the node's first rank waits for the process, the others for that rank.
 
-    store: where ranks meet. say: takes lines of the first rank.
+    store: the ranks' rendezvous store. say: called with the first rank's progress lines.
     """
     from baton.parallel import comm_timing
 

@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from baton.launcher.planner.automatic import Choice
 
 BEFORE_CONFIG = {"attempts", "ledger.jsonl", "checkpoints", "provenance.json", ".provenance.json.new", ".config.yaml.new"}
-"""What is made before config.yaml: a start that was killed there leaves no more than these, and the next one goes on."""
+"""Entries that are created before config.yaml. A start that was killed before it leaves no others, so the next start continues."""
 
 OUT_OF_MEMORY = "out_of_memory.json"
-"""The file of an attempt in which a rank was out of memory."""
+"""File of an attempt in which a rank ran out of memory."""
 
 
 @contextmanager
 def open_attempt(config: RunConfig, *, change: bool = False) -> Iterator[Path]:
-    """Make (or reopen) the run directory and a folder for this start, RUN/attempts/NNNN with its config.yaml; the run directory is
-    this process's alone until the context ends. change: as in `check_run`.
+    """Creates or reopens the run directory, and creates a folder for this start, RUN/attempts/NNNN, with its config.yaml. The run
+    directory is locked until the context ends. change: as in `check_run`.
 
-    Raises ConfigError when the directory belongs to another configuration, with what changed, or is something else; BusyError when
-    another process holds it.
+    Raises ConfigError, which names the changed settings, if the directory belongs to another configuration or is not a run
+    directory, and BusyError if another process holds it.
     """
     config = settled(config, kind_here(config.device))
     check_run(config, change=change)
@@ -51,14 +51,14 @@ def open_attempt(config: RunConfig, *, change: bool = False) -> Iterator[Path]:
         with _writing(config.folder):
             (config.folder / "attempts").mkdir(parents=True, exist_ok=True)
             held.enter_context(hold(config.folder))
-        check_run(config, change=change)  # again: until now, another process may have trained the run
+        check_run(config, change=change)  # again, now that it is locked: another process may have trained the run meanwhile
         open_run(config)
         yield new_attempt(config)
 
 
 def settled(config: RunConfig, kind: Kind) -> RunConfig:
-    """The configuration with a training.compute_dtype: the run's own, if it has begun, else that of a kind of device. Where these
-    differ, a line on stderr says so. Writes nothing. Raises ConfigError where the run's configuration cannot be read."""
+    """The configuration with training.compute_dtype set: that of the run if it has started, else the default of the device kind. If
+    they differ, a line on stderr says so. Writes nothing. Raises ConfigError if the run's configuration cannot be read."""
     if config.training.compute_dtype is not None:
         return config
     usual, recorded = config.training.compute_dtype_on(kind), config.folder / "config.yaml"
@@ -74,8 +74,10 @@ def settled(config: RunConfig, kind: Kind) -> RunConfig:
 
 
 def check_run(config: RunConfig, *, change: bool = False) -> None:
-    """Refuse a run directory that belongs to another configuration, or is something else. change: let the run go on with another
-    learning rate, schedule or optimizer setting. Writes nothing."""
+    """Raises ConfigError if a run directory belongs to another configuration or is not a run directory. Writes nothing.
+
+    change: accept changes of the learning rate, the schedule and optimizer settings.
+    """
     folder = config.folder
     recorded = folder / "config.yaml"
     if recorded.exists():
@@ -95,8 +97,8 @@ def check_run(config: RunConfig, *, change: bool = False) -> None:
 
 
 def open_run(config: RunConfig) -> None:
-    """Make the run directory, with the configuration that every start agrees with and its origin. What is there stays, but for the
-    settings that `check_run` lets a run change."""
+    """Creates the run directory with its configuration and origin. An existing configuration is kept, except for settings that
+    `check_run` lets a run change."""
     folder = config.folder
     with _writing(folder):
         for name in ("attempts", "checkpoints"):
@@ -112,9 +114,9 @@ def open_run(config: RunConfig) -> None:
 
 
 def new_attempt(config: RunConfig, ranks: int | None = None, **what: Any) -> Path:
-    """A folder for one start, with its configuration as `for_this_machine` makes it.
+    """Creates the folder of one start, with the configuration that `for_this_machine` returns.
 
-    ranks: on this machine; None: all. what: for the ledger, besides the layout.
+    ranks: number of ranks on this machine; None: all. what: additional fields of the ledger's row.
     """
     folder = config.folder
     with _writing(folder):
@@ -126,9 +128,9 @@ def new_attempt(config: RunConfig, ranks: int | None = None, **what: Any) -> Pat
 
 
 def for_this_machine(config: RunConfig, ranks: int | None = None) -> RunConfig:
-    """The configuration with values for settings that are `auto`, chosen for this machine's GPUs; a line on stderr says which.
+    """The configuration with values for settings that are `auto`, chosen for this machine's GPUs and reported on stderr.
 
-    ranks: on this machine; None: all. What a start of this run was out of memory with is not chosen again.
+    ranks: number of ranks on this machine; None: all. Values with which a start of this run ran out of memory are not chosen again.
     """
     config, choice = _chosen(config, ranks)
     if choice is not None:
@@ -137,7 +139,7 @@ def for_this_machine(config: RunConfig, ranks: int | None = None) -> RunConfig:
 
 
 def _chosen(config: RunConfig, ranks: int | None) -> tuple[RunConfig, "Choice | None"]:
-    """The configuration, and what was chosen; None where there was no choice."""
+    """The configuration, and the choice; None if the run leaves nothing to choose."""
     from baton.launcher.inputs import with_known_vocabulary
     from baton.launcher.planner import automatic
 
@@ -158,14 +160,14 @@ def _chosen(config: RunConfig, ranks: int | None) -> tuple[RunConfig, "Choice | 
 
 
 def say_out_of_memory(attempt: Path, rank: int, said: str) -> None:
-    """Put down in an attempt's folder that a rank was out of memory. said: one line."""
+    """Records in an attempt's folder that a rank ran out of memory. said: the error in one line."""
     _, memory = gpu_memory() or (0, None)
     with suppress(OSError):  # no room on the disk either
         write_whole(attempt / OUT_OF_MEMORY, json.dumps({"rank": rank, "said": said, "memory": memory}))
 
 
 def needs_less_memory(config: RunConfig, attempt: Path) -> bool:
-    """Whether an attempt was out of memory, and another start would choose settings that need less."""
+    """Whether an attempt ran out of memory and another start would choose settings that need less."""
     if not (attempt / OUT_OF_MEMORY).exists():
         return False
     before, then = read_config(attempt / "config.yaml").training, _chosen(config, None)[0].training
@@ -173,7 +175,7 @@ def needs_less_memory(config: RunConfig, attempt: Path) -> bool:
 
 
 def end_attempt(attempt: Path, status: int) -> int:
-    """Put down how a start ended; the exit status for the command: a start is not a success whose end could not be recorded."""
+    """Records how a start ended. Returns the exit status of the command, which is not 0 if the end could not be recorded."""
     folder = attempt.parent.parent
     try:
         time_ledger.append_row(folder, "end", attempt=int(attempt.name), status=status, step=last_step(folder))
@@ -184,14 +186,14 @@ def end_attempt(attempt: Path, status: int) -> int:
 
 
 def last_attempt(folder: Path) -> int:
-    """The number of the last start; 0: there was none."""
+    """The number of the last start; 0: none."""
     attempts = folder / "attempts"
     return max((int(p.name) for p in attempts.iterdir() if p.name.isdigit()), default=0) if attempts.is_dir() else 0
 
 
 def changed_since_last_start(attempt: Path, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings of what is learned that differ between the start of `attempt` and the last start before it that had steps to do:
-    key to (old, new)."""
+    """Settings that affect the result and differ between the start of `attempt` and the last earlier start that made steps, as
+    {key: (old, new)}."""
     folder = attempt.parent.parent
     starts = [row for row in time_ledger.read_rows(folder) if row["kind"] == "start" and row["attempt"] < int(attempt.name)]
     for row in sorted(starts, key=lambda row: row["attempt"], reverse=True):
@@ -205,8 +207,8 @@ def changed_since_last_start(attempt: Path, config: RunConfig) -> dict[str, tupl
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of a run's published checkpoints, ascending; whether they are whole is not looked at. Raises OSError where the folder
-    cannot be listed, which `glob` takes for an empty one."""
+    """Steps of a run's published checkpoints in ascending order, without verification. Raises OSError if the folder cannot be
+    listed, where `glob` would return nothing."""
     try:
         found = [*(folder / "checkpoints").iterdir()]
     except FileNotFoundError:
@@ -216,7 +218,8 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def last_step(folder: Path) -> int:
-    """The last step in a run's record; without any, of its newest checkpoint, as in a fork; 0: none yet. Reads its end alone."""
+    """The last step in metrics.jsonl, of which only the end is read; without one, as in a fork, that of the newest checkpoint;
+    else 0."""
     last = max(checkpoint_steps(folder), default=0)
     for row in recent_metrics(folder):
         if row.get("kind") == "train":
@@ -225,7 +228,7 @@ def last_step(folder: Path) -> int:
 
 
 def recent_metrics(folder: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
-    """The last rows of a run's record, from its last `size` bytes."""
+    """The last rows of metrics.jsonl, from its last `size` bytes."""
     try:
         with (folder / "metrics.jsonl").open("rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - size))
@@ -245,9 +248,9 @@ def recent_metrics(folder: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
 
 @contextmanager
 def hold(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """The run directory for this process alone: two starts at once would cut each other's record. The system drops the lock when
-    this process ends, however it ends, where the file system has locks. Raises BusyError, which names the holder, when another
-    process still holds it after `wait_s` seconds."""
+    """Locks the run directory, because two starts at the same time would truncate each other's metrics.jsonl. The operating system
+    releases the lock when this process ends, if the file system supports locks. Raises BusyError, which names the holder, if
+    another process still holds the lock after `wait_s` seconds."""
     deadline = time.monotonic() + wait_s
     with ExitStack() as held:
         while True:
@@ -281,7 +284,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def read_config(path: Path) -> RunConfig:
-    """A resolved configuration from a run directory."""
+    """Reads a resolved configuration from a run directory."""
     try:
         return RunConfig.model_validate(yaml.safe_load(read_text(path)))
     except FileNotFoundError:
@@ -293,7 +296,7 @@ def read_config(path: Path) -> RunConfig:
 
 
 def provenance() -> dict[str, object]:
-    """What made this run: command, source commit and uncommitted diff, packages, machine."""
+    """The origin of a run: command, source commit and uncommitted diff, packages, machine."""
     source = Path(__file__).resolve().parent.parent
 
     def git(*words: str) -> str | None:
@@ -319,7 +322,7 @@ def provenance() -> dict[str, object]:
 
 
 def forks_of(run: Path) -> list[dict[str, Any]]:
-    """What a run was forked from, the oldest run first; [] where it began by itself."""
+    """The runs that a run was forked from, the oldest first; [] if it is not a fork."""
     try:
         found = json.loads((run / "provenance.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -329,7 +332,7 @@ def forks_of(run: Path) -> list[dict[str, Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """A file that is there as a whole or not at all."""
+    """Writes a file atomically."""
     aside = path.with_name(f".{path.name}.new")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)

@@ -19,8 +19,12 @@ from baton.launcher.validation import likely_setting
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting. key: as on the command line, NAME where a name is free; values: that it takes; default: as YAML, None: the
-    setting is required."""
+    """One setting.
+
+    key: as on the command line, with NAME for a free name.
+    values: accepted values.
+    default: as YAML; None: the setting is required.
+    """
 
     key: str
     values: str
@@ -28,7 +32,7 @@ class Setting:
     description: str
 
     def lines(self, width: int = 96) -> Iterator[str]:
-        """As `baton settings` prints it: the key with its values, and the description below."""
+        """Lines for `baton settings`: the key with its values, and the description below."""
         default = "required" if self.default is None else f"default {self.default}"
         yield f"{self.key}: {self.values}; {default}"
         line = ""
@@ -63,9 +67,9 @@ def groups() -> tuple[Group, ...]:
 
 
 def lookup(words: list[str]) -> list[Group]:
-    """The groups, cut to the settings that the words name: a key, a group of keys, or a mixer's or data's kind. No words: all.
+    """The groups with only the settings that the words name: a key, a group of keys, or a kind of mixer or data. No words: all.
 
-    Raises ConfigError for a word that names none, with the nearest one.
+    Raises ConfigError, which suggests the nearest one, for a word that names none.
     """
     everything, found = groups(), list[Group]()
     for word in words:

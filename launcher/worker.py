@@ -23,16 +23,16 @@ from baton.training.monitoring import heartbeat
 from baton.training.monitoring.time_ledger import PROCESS_START_VARIABLE, process_start_time
 
 PATIENCE = 10
-"""Times the longest silence of a rank that ranks wait for one another, where the process that started them reads their signs of
-life: it decides which of them hangs, and a rank that is only slow is waited for."""
+"""Factor from the maximum time without a heartbeat to the timeout of collectives, if the process that started the ranks reads their
+heartbeats. That process detects a hang first and names the rank; a rank that is only slow must not cause a timeout."""
 
 
 IMPORTED = "BATON_IMPORTED_FOR"
-"""The variable in which a forked rank finds the kind of device that was imported for: DeepSpeed knows one."""
+"""Environment variable with the kind of device for which modules were imported, since DeepSpeed supports one kind per process."""
 
 
 class _Log:
-    """This rank's log as standard output: a disk that is full loses lines, not the run."""
+    """This rank's log as standard output. On a full disk lines are lost, but the run continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def _remedy(path: Path) -> str:
-    """What to set so that the run needs less memory."""
+    """Settings with which the run needs less memory, for the message about out of memory."""
     from baton.launcher.run_directory import read_config
 
     training = read_config(path).training
@@ -97,14 +97,15 @@ def _remedy(path: Path) -> str:
 
 
 def _stacks_into(path: str | None) -> None:
-    """When the process that started this one asks, write where each thread is. Needs no bytecode: this one may hang anywhere."""
+    """Writes each thread's stack trace on request of the parent process. It executes no bytecode, so it works wherever this
+    hangs."""
     if path is not None:
         with contextlib.suppress(OSError):  # no room
             faulthandler.register(signal.SIGUSR2, file=open(path, "a"), all_threads=True)  # noqa: SIM115 (open as long as the rank)
 
 
 def _import_and_fork(path: Path, start: dict[str, Any]) -> None:
-    """Import what ranks need and fork them; returns in each rank."""
+    """Imports what ranks need and forks them. Returns in each rank."""
     first, count = start["ranks"]
     _stacks_into(str(Path(start["stacks"]) / f"rank-{first}"))
     if folder := os.environ.get(heartbeat.HEARTBEAT_DIR):
@@ -113,7 +114,7 @@ def _import_and_fork(path: Path, start: dict[str, Any]) -> None:
     os.environ[PROCESS_START_VARIABLE] = str(process_start_time())
     os.environ[IMPORTED] = _import_for(path)
     gc.collect()
-    gc.freeze()  # so that a rank's garbage collector does not write to, and copy, what all share
+    gc.freeze()  # so that a rank's garbage collector does not write to, and thereby copy, shared memory pages
     ranks.fork(start)
     _die_with_parent()
     import torch
@@ -125,13 +126,13 @@ def _import_and_fork(path: Path, start: dict[str, Any]) -> None:
 
 
 def _start_afresh(path: Path) -> NoReturn:
-    """Become this rank in an interpreter that imports for itself."""
+    """Becomes this rank in a process that imports for itself."""
     os.environ.pop(IMPORTED, None)
     os.execv(sys.executable, [sys.executable, "-P", "-m", "baton.launcher.worker", str(path)])
 
 
 def _import_for(path: Path) -> str:
-    """Import what training of this run imports, and touch no GPU; returns the kind of device that it is for."""
+    """Imports the modules for training this run without initializing a GPU. Returns the kind of device."""
     from baton.launcher.run_directory import read_config
 
     config = read_config(path)
@@ -149,7 +150,7 @@ def _import_for(path: Path) -> str:
 
 
 def import_for(device: str) -> str:
-    """Import what all training imports, for "cpu", "cuda" or "auto"; returns the kind of device that it is for."""
+    """Imports the modules for training, for "cpu", "cuda" or "auto". Returns the kind of device."""
     import torch
 
     import baton.training.loop  # noqa: F401
@@ -230,13 +231,13 @@ def _run(path: Path) -> None:
 
 
 def _say_of_kernels(line: str) -> None:
-    """A line about kernels that are compiled ahead, which is a sign of life too."""
+    """Prints a line about kernels that are being compiled ahead, which also counts as a heartbeat."""
     print(line, flush=True)
     heartbeat.own_heartbeat().set_location(line)
 
 
 def _hear_of_kernels() -> None:
-    """Each kernel that this process compiles is a sign of life, and is named: it was not compiled ahead."""
+    """Makes each kernel compilation in this process a heartbeat and logs it, because the kernel was not compiled ahead."""
     from triton import knobs
 
     def heard(*, src: Any, times: Any, cache_hit: bool, **of: Any) -> None:
@@ -250,7 +251,7 @@ def _hear_of_kernels() -> None:
 
 
 def _die_with_parent() -> None:
-    """A SIGKILL of the launcher must not leave ranks behind (PR_SET_PDEATHSIG = 1, Linux)."""
+    """Makes this rank end when the launcher dies, also by SIGKILL (PR_SET_PDEATHSIG = 1, Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != int(os.environ.get("BATON_PARENT", os.getppid())):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -30,10 +30,9 @@ a step."""
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a run.
+    """The choice for a run.
 
-    peak: planned bytes of a rank at its highest moment, None if they cannot be counted. capacity: bytes that a rank may fill, None
-    if not known.
+    peak: planned peak memory of a rank in bytes; None: unknown. capacity: bytes that a rank can use; None: unknown.
     """
 
     recompute: str
@@ -43,7 +42,7 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether it is not known to need too much."""
+        """Whether it fits, as far as is known."""
         return self.peak is None or self.capacity is None or self.peak <= self.capacity
 
     def __str__(self) -> str:
@@ -57,7 +56,7 @@ class Choice:
 
 
 def is_automatic(config: RunConfig) -> bool:
-    """Whether the run leaves any of them to Baton."""
+    """Whether any of the settings is `auto`."""
     return config.training.recompute == "auto" or config.training.cuda_graphs == "auto"
 
 
@@ -86,7 +85,7 @@ def resolve(
 
 
 def rank_by_speed(config: RunConfig) -> int:
-    """The place of a resolved configuration's pair in BY_SPEED."""
+    """Index of a resolved configuration's pair in BY_SPEED."""
     training = config.training
     assert training.recompute != "auto"
     assert training.cuda_graphs != "auto"
@@ -94,7 +93,7 @@ def rank_by_speed(config: RunConfig) -> int:
 
 
 def planned_peak(config: RunConfig) -> int | None:
-    """Bytes of a rank of the fullest stage; None: they cannot be counted."""
+    """Planned bytes of a rank of the fullest stage; None: unknown."""
     try:
         return max(one.memory().peak for one in of_stages(config))
     except ConfigError:
@@ -113,7 +112,7 @@ def _choice(config: RunConfig, capacity: int | None) -> Choice:
 
 
 def _is_recordable(settings: object) -> bool:
-    """Whether a mixer is known to ask nothing of the host in its passes: Baton's are tested for it."""
+    """Whether a mixer's passes are known not to synchronize with the host; Baton's mixers are tested for it."""
     return type(settings).__module__.startswith("baton.models.settings")
 
 

@@ -68,7 +68,7 @@ class Memory:
 
     @property
     def weights(self) -> int:
-        """What the parameters take, whatever runs through them."""
+        """Bytes that follow from the parameters alone."""
         return self.parameters + self.compute_copies + self.gradients + self.optimizer + self.buffers
 
     @property
@@ -80,8 +80,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Operations:
-    """Of one rank per optimizer step: floating point operations on matrix units and elsewhere, bytes read and written by the
-    passes, and by the update."""
+    """Work of one rank per optimizer step: FLOPs on matrix units and on other units, bytes read and written by the passes and by
+    the update."""
 
     matrix: float
     vector: float
@@ -90,14 +90,14 @@ class Operations:
 
     @property
     def cost(self) -> float:
-        """Arithmetic in operations on matrix units, as stages are cut by."""
+        """Total work in equivalent FLOPs on matrix units, by which stages are balanced."""
         return self.matrix + VECTOR_COST * self.vector
 
 
 class Arithmetic:
-    """Of one stage of a run. Raises ConfigError for what cannot be counted.
+    """Memory and work of one stage of a run. Raises ConfigError if a mixer's costs are unknown.
 
-    stage: one of models.stages.partition_layers; None: the run's only one.
+    stage: from models.stages.partition_layers; None: the run's only stage.
     """
 
     def __init__(self, config: RunConfig, stage: Stage | None = None) -> None:
@@ -142,7 +142,7 @@ class Arithmetic:
 
     @cached_property
     def parameters(self) -> tuple[ParameterDeclaration, ...]:
-        """Every parameter that belongs to the stage, named as the model names it."""
+        """The stage's parameters, with their names in the model."""
         model, stage, found = self.model, self.stage, []
         tied = model.tie_embeddings
         if stage.first:
@@ -160,7 +160,7 @@ class Arithmetic:
 
     @cached_property
     def tied_replicas(self) -> tuple[ParameterDeclaration, ...]:
-        """Parameters of another stage that this one reads: it has their values and gradients, and no optimizer for them."""
+        """Parameters of another stage that this one reads. It holds their values and gradients, but no optimizer state."""
         return (self._embedding(uses=1),) if self.model.tie_embeddings and self.stage.last and not self.stage.first else ()
 
     def _embedding(self, uses: int) -> ParameterDeclaration:
@@ -168,12 +168,12 @@ class Arithmetic:
 
     @cached_property
     def parameter_count(self) -> int:
-        """Of the stage, all tensor ranks together."""
+        """Number of the stage's parameters over all tensor ranks."""
         return sum(p.numel for p in self.parameters)
 
     @cached_property
     def local_count(self) -> int:
-        """Numbers that this rank updates, together with the ranks that have other tokens."""
+        """Number of this rank's parameters, which it updates together with the ranks that have other tokens."""
         return sum(p.local_numel(self.tensor) for p in self.parameters)
 
     @cached_property
@@ -186,18 +186,18 @@ class Arithmetic:
 
     @property
     def _part(self) -> int:
-        """Numbers whose optimizer this rank has. They are not padded to whole ranks here: a few."""
+        """Number of parameters whose optimizer state this rank holds, without ZeRO's padding, which is small."""
         return self.local_count if self.layout.zero == 0 else -(-self.local_count // self.shards)
 
     @property
     def head_count(self) -> int:
-        """Numbers of the head on this rank."""
+        """Number of the head's parameters on this rank."""
         return self.model.padded_vocab_size * self.model.d_model // self.tensor
 
     # ---------------------------------------------------------------------------------------------------------------- memory
 
     def layer_bytes(self, layer: tuple[str, ...]) -> int:
-        """What autograd keeps of a layer."""
+        """Bytes that autograd saves for a layer."""
         return sum(self.blocks[name].saved_bytes(self.work) for name in layer)
 
     @cached_property
@@ -215,7 +215,7 @@ class Arithmetic:
         return work.tokens * (integers + compute) + norm
 
     def activations(self, *, full_recompute: bool) -> int:
-        """Bytes that forward keeps of a pass; full_recompute: each layer's input, and what its first run alone may decide."""
+        """Bytes that the forward pass saves. full_recompute: only each layer's input, and scores that are not recomputed."""
         if not full_recompute:
             return self.around_layers + sum(self.layer_bytes(layer) for layer in self.layers)
         # what arrived from the rank before is kept with the graph
@@ -223,7 +223,7 @@ class Arithmetic:
 
     @property
     def entering(self) -> int:
-        """The States that enter a pass from elsewhere."""
+        """Bytes of the States that enter a pass from another rank or segment."""
         return sum(block.initial_state_bytes(self.work) for block in self.every_block)
 
     @property
@@ -242,7 +242,8 @@ class Arithmetic:
 
     @property
     def hidden_bytes(self) -> int:
-        """The residual stream of a pass, or its gradient: what stages hand on. Shared, this rank's part."""
+        """Bytes of the residual stream of a pass, or of its gradient, which stages send; with sequence parallelism, of this rank's
+        part."""
         return DTYPE_BYTES[self.training.residual_dtype] * self.model.d_model * self.work.stream_tokens
 
     @property
@@ -252,7 +253,7 @@ class Arithmetic:
         return self.hidden_bytes * (int(not self.stage.first) + 2 * int(not self.stage.last))
 
     def of_layer(self, layer: tuple[str, ...]) -> list[MixerCosts]:
-        """Its sub-blocks."""
+        """The sub-blocks of a layer."""
         return [self.blocks[name] for name in layer]
 
     @property
@@ -262,25 +263,25 @@ class Arithmetic:
 
     @property
     def states(self) -> int:
-        """The States that leave a pass."""
+        """Bytes of the final States of a pass."""
         return sum(block.final_state_bytes(self.work) for block in self.every_block)
 
     @property
     def lanes(self) -> int:
-        """What the lanes of a data rank carry from step to step; the first rank of a sequence has it."""
+        """Bytes of the States that a data rank's lanes carry from step to step, on the first context rank."""
         if not self.training.carries_lane_states:
             return 0
         return self.training.lane_count // self.layout.data * self.states // self.work.batch
 
     @property
     def before(self) -> int:
-        """What of `lanes` a step is about to overwrite, kept until the next one begins."""
+        """Bytes of the backup of lane States that a step overwrites, until the next step."""
         return self.micro_batches * self.states if self.training.carries_lane_states else 0
 
     @property
     def saved(self) -> int:
-        """What a rank writes into a checkpoint: masters and moments of its part, and what its lanes carry. Of ranks that hold the
-        same one writes it; this is that one."""
+        """Bytes that a rank writes to a checkpoint: master copies and moments of its partition, and its lanes' States. Of ranks
+        with the same data only one writes; this is that rank."""
         return 12 * self._part + self.lanes
 
     @property
@@ -290,7 +291,7 @@ class Arithmetic:
         return 1 << (self.saved - 1).bit_length() if self.work.gpu else self.saved
 
     def memory(self) -> Memory:
-        """Of one rank."""
+        """Memory of one rank."""
         work, full_recompute = self.work, self.training.recompute == "full"
         low = work.compute_bytes == 2
         loss = waiting = 0
@@ -363,28 +364,29 @@ class Arithmetic:
         )
 
     def _matmuls(self, *, head: bool) -> int:
-        """Numbers of this rank that a token is multiplied with: the head's, or the layers'."""
+        """Number of this rank's parameters in matmuls per token, of the head or of the layers."""
         names, every = ("embedding.weight", "head.weight"), (*self.parameters, *self.tied_replicas)
         return sum(p.uses * p.local_numel(self.tensor) for p in every if (p.name in names) is head)
 
     @property
     def _recurrences(self) -> tuple[float, float]:
-        """Operations of this rank's recurrences per token, forwards, on matrix units and elsewhere."""
+        """FLOPs of this rank's recurrences per token and forward pass, on matrix units and on other units."""
         flops = [block.recurrence_flops(self.training.sequence_length) for block in self.every_block]
         return sum(matrix for matrix, _ in flops) / self.tensor, sum(vector for _, vector in flops) / self.tensor
 
     def useful_flops(self) -> float:
-        """Per token and training step, of the stage on all tensor ranks: matmuls and recurrences once forwards, twice backwards."""
+        """Model FLOPs per token of the stage over all tensor ranks: matmuls and recurrences, once forward and twice backward."""
         flops = 2.0 * sum(p.uses * p.numel for p in (*self.parameters, *self.tied_replicas))
         return 3 * (flops + sum(sum(block.recurrence_flops(self.training.sequence_length)) for block in self.every_block))
 
 
 def of_stages(config: RunConfig) -> tuple[Arithmetic, ...]:
-    """Of every stage, in order. Raises ConfigError or LayoutError for what cannot be counted or cut."""
+    """Memory and work of every stage in order. Raises ConfigError if a mixer's costs are unknown, LayoutError if there are too few
+    layers."""
     stages = partition_layers(config.model, config.layout.pipeline, config.training.sequence_length)
     return tuple(Arithmetic(config, stage) for stage in stages)
 
 
 def flops_per_token(config: RunConfig, training: TrainingConfig) -> float:
-    """Of the whole model, per token of a step with such settings: see Arithmetic.useful_flops."""
+    """Model FLOPs per token of the whole model, see Arithmetic.useful_flops."""
     return sum(one.useful_flops() for one in of_stages(config.model_copy(update={"training": training})))

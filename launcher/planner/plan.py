@@ -20,10 +20,10 @@ from baton.launcher.planner.time import Duration, Speed, bubble, run_duration, s
 
 GIB = 1 << 30
 WORTH_SAYING = 0.99
-"""Of a step's time: a larger micro-batch that takes more of it is not advised."""
+"""Share of a step's time above which a larger micro-batch is not suggested."""
 
 LARGEST_TENSOR = 8
-"""Ranks of a tensor group that advice goes up to where no cluster says how many GPUs a node has."""
+"""Maximum size of a suggested tensor group if no cluster says how many GPUs a node has."""
 
 _PARTS = {
     "parameters": "parameters, float32",
@@ -47,11 +47,12 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage; bytes are of one rank of it.
+    """Plan of one pipeline stage. Bytes are those of one rank.
 
-    parameters: that belong to it, all tensor ranks together. in_flight: passes (micro-batches, or segments of them) whose
-    activations are kept at once. exchange: bytes that a rank sends per optimizer step, by purpose. host: bytes of host memory that
-    a save is copied into, beside memory or, without a GPU, in it.
+    parameters: number of the stage's parameters over all tensor ranks.
+    in_flight: passes (micro-batches, or segments of them) whose activations are in memory at the same time.
+    exchange: bytes that a rank sends per optimizer step, by purpose.
+    host: bytes of host memory for the copy of a save; without a GPU they are a part of memory.
     """
 
     layers: range
@@ -75,13 +76,17 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's plan; bytes are of one rank.
+    """A run's plan. Bytes are those of one rank.
 
-    stages: in order. fullest: number of the stage that needs most memory. activations: of a pass on it, {False: as they are kept,
-    True: with recomputation}. bubble: share of the passes' time in which a stage waits for others. duration: of the whole run;
-    None: times are not known. capacity: bytes that a rank may fill, None: not known. larger: sequences of a larger micro-batch that
-    fits and is faster, and the bytes of a rank with it; None: there is none. choice: for settings that are `auto`, with which all
-    else is planned; None: none is. advice: settings that make it fit, () when it fits or nothing that was tried does.
+    stages: the pipeline stages in order.
+    fullest: index of the stage that needs the most memory.
+    activations: bytes of a pass on it, {False: as configured, True: with full recomputation}.
+    bubble: share of the passes' time in which a stage waits for others.
+    duration: of the whole run; None: unknown.
+    capacity: bytes that a rank can use; None: unknown.
+    larger: a larger micro-batch size that fits and is faster, and the bytes of a rank with it; None: there is none.
+    choice: values chosen for settings that are `auto`, which the plan assumes; None: no setting is.
+    advice: settings with which the run fits; () if it fits, or if nothing that was tried does.
     """
 
     config: RunConfig
@@ -101,28 +106,28 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the whole model."""
         return sum(stage.parameters for stage in self.stages)
 
     @property
     def memory(self) -> Memory:
-        """Of a rank of the fullest stage."""
+        """Bytes of a rank of the fullest stage."""
         return self.stages[self.fullest].memory
 
     @property
     def host(self) -> int:
-        """Bytes of host memory that a rank's saves are copied into, on the stage that has most of it."""
+        """Bytes of host memory for the copy of a rank's save, on the stage with the most."""
         return max(stage.host for stage in self.stages)
 
     @property
     def exchange(self) -> dict[str, int]:
-        """Bytes that a rank sends per optimizer step, by purpose, on the stage that sends most of it."""
+        """Bytes that a rank sends per optimizer step, by purpose, on the stage that sends the most."""
         names = dict.fromkeys(name for stage in self.stages for name in stage.exchange)
         return {name: max(stage.exchange.get(name, 0) for stage in self.stages) for name in names}
 
     @property
     def fits(self) -> bool | None:
-        """None where nobody said how much memory there is."""
+        """Whether the run fits; None if the capacity is unknown."""
         return None if self.capacity is None else self.memory.peak <= self.capacity
 
     def to_json(self) -> dict[str, Any]:
@@ -269,10 +274,10 @@ class Plan:
 
 
 def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: float | None = None) -> Plan:
-    """The plan of a checked configuration whose vocabulary is known.
+    """Plans a checked configuration whose vocabulary size is known.
 
-    cluster: where it would run; None: no times. memory_gib: GiB that a rank may fill; None: the cluster's.
-    Raises ConfigError for what cannot be counted.
+    cluster: the cluster; None: no times. memory_gib: GiB that a rank can use; None: the cluster's. Raises ConfigError if a mixer's
+    costs are unknown.
     """
     if memory_gib is None and cluster is not None:
         memory_gib = cluster.usable_gib

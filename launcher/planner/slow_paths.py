@@ -11,16 +11,18 @@ from baton.models.settings.cost_model import MixerCosts
 from baton.models.settings.eager import Eager
 
 ASSUMED_TB_S = 2.0
-"""Of a GPU's memory, where no cluster says it: an A100's. It matters where batches are large; else launches take longer."""
+"""Memory bandwidth of an A100 in TB/s, used without a cluster file. It matters for large batches; else launches dominate."""
 
 
 @dataclass(frozen=True)
 class SlowPath:
     """A mixer whose recurrence has no kernel for its settings.
 
-    mixer: its name in the model. layers: how many have it. eager: why, and what to set. seconds: of each optimizer step, on the
-    pipeline stage where it takes longest, nothing overlapped; None: a mixer of the model has no `activation_costs`, so steps cannot
-    be counted.
+    mixer: its name in the model.
+    layers: number of layers with it.
+    eager: the reason, and settings with a kernel.
+    seconds: time per optimizer step on the slowest pipeline stage, without overlap; None: unknown, because a mixer of the model has
+        no `activation_costs`.
     """
 
     mixer: str
@@ -38,10 +40,9 @@ class SlowPath:
 
 
 def slow_paths(config: RunConfig, device: str, memory_bandwidth_tb_s: float = ASSUMED_TB_S) -> tuple[SlowPath, ...]:
-    """Of a configuration whose vocabulary is known. On a CPU there are none: PyTorch's form is what runs there.
+    """The slow paths of a configuration whose vocabulary size is known; none on a CPU, which always runs PyTorch operators.
 
-    device: type of the device that computes, "cpu" or "cuda". memory_bandwidth_tb_s: of a GPU's memory. Nothing is
-    known of mixers without `activation_costs`.
+    device: "cpu" or "cuda". memory_bandwidth_tb_s: the GPU's memory bandwidth. Mixers without `activation_costs` are not included.
     """
     model = config.model
     if device == "cpu":
