@@ -49,10 +49,10 @@ def delta_rule_chunked(
 def delta_rule_transition(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, pos: Tensor | None, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """What a span does to the state that enters it, S -> M S + add: M [batch, heads, d_key, d_key] and add, without a gradient.
+    """The transition of a span, S -> M S + add: M [batch, heads, d_key, d_key] and add, without a gradient.
 
-    Arguments as in `op.delta_rule`, checked by nobody. Both come from one pass: add is the span's effect on a state of zeros, and
-    a column of M its effect on a unit state with no values, so the values get columns of zeros and the state those of I.
+    Arguments as in `op.delta_rule`; they are not checked. Both are computed in one pass: add is the result for a zero state, and a
+    column of M the result for a unit state without values, so the values are padded with zeros and the state with I.
     """
     dtype = compute_dtype(k, v, beta) if g is None else compute_dtype(k, v, beta, g)
     batch, length, heads, d_key = k.shape
@@ -71,9 +71,9 @@ def delta_rule_transition(
 
 
 class _Solved(NamedTuple):
-    """A chunk whose writes are known.
+    """A chunk with its solved values u.
 
-    k [B, H, L, K]; u [B, H, L, V], what each token writes; decay [B, H, L, L], from token j's write to token i's state;
+    k [B, H, L, K]; u [B, H, L, V], the value that each token writes; decay [B, H, L, L], from token j's write to token i's state;
     entering_decay [B, H, L, 1], from the entering state to token i's; S [B, H, K, V], the entering state.
     """
 
@@ -125,8 +125,8 @@ def _decays(length: int, g_BHL: Tensor | None, pos: Tensor | None, like: Tensor)
     if g_BHL is None:
         decay = visible.to(like.dtype)
     else:
-        # summed anew for each writer, not as a difference of two sums: that would round what small decays add to large ones, and
-        # let the documents before a start change the bits of those behind it. A product, as a cumsum is not deterministic on GPUs
+        # each sum is computed from its own terms: a difference of two sums would lose digits where decays are strong, and
+        # earlier documents would change the bits of later ones. It is a matmul because cumsum is not deterministic on GPUs
         behind_BHLW = g_BHL.unsqueeze(3).expand(-1, -1, -1, length + 1).masked_fill(distance_LW <= 0, 0.0)
         sums_LL = (distance_LW[:, 1:] >= 0).to(like.dtype)
         decay = (sums_LL @ behind_BHLW).masked_fill(~visible, -torch.inf).exp()

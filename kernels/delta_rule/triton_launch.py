@@ -33,15 +33,16 @@ illegal address (d_key 33, d_value 5, bfloat16, with decays). ptxas 13.0 does no
 
 @dataclass(frozen=True)
 class LaunchConfig(GLALaunchConfig):
-    """How the kernels are cut, gated linear attention's among them.
+    """Block sizes of the kernels, including gated linear attention's.
 
     Attributes:
-        values: of d_value, the part of a program that walks over chunks; a power of two, at least 16.
-        warps_walk: of such a program.
-        values_backward, warps_backward, stages_backward: the same, and stages, where it walks backwards.
-        target_programs: that a GPU should have where chunks are walked through; with a third of them the sequence is cut.
-        warps_inverse: of a program that inverts a chunk's matrix.
-        x_chunk, y_chunk, warps_chunk: of d_key and d_value, a step of the program that computes a chunk's gradients; its warps.
+        values: columns of d_value per program in the loop over chunks; a power of two, at least 16.
+        warps_walk: warps of such a program.
+        values_backward, warps_backward, stages_backward: columns, warps and pipeline stages in the backward loop over chunks.
+        target_programs: programs in the loop over chunks that fill a GPU; with less than a third, the sequence is split.
+        warps_inverse: warps of a program that inverts a chunk's matrix.
+        x_chunk, y_chunk, warps_chunk: columns of d_key and d_value per iteration, and warps, of the program that computes a
+            chunk's gradients.
     """
 
     stages: int = 2
@@ -77,7 +78,8 @@ def delta_rule_triton(
     initial_state: Tensor | None,
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `op.delta_rule`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits, the inverse's not."""
+    """As `op.delta_rule`, which checks the arguments. Matmuls are computed in bfloat16 if q, k and v are 16-bit, except the
+    inverse's."""
     config = config or _launch_config_for(k, v, g)
     y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch_utils.int32_positions(pos), config)
     return y, leaving
@@ -86,7 +88,7 @@ def delta_rule_triton(
 def delta_rule_transition_triton(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, pos: Tensor | None, config: LaunchConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `chunked.delta_rule_transition`, of arguments that `delta_rule_triton` takes."""
+    """As `chunked.delta_rule_transition`, for arguments that `delta_rule_triton` accepts."""
     launch = _DeltaRuleLaunch(k, k, v, beta, g, 1.0, launch_utils.int32_positions(pos), config or _launch_config_for(k, v, g))
     X, Y = launch.gla.sizes
     transitions = launch.transitions(
@@ -101,7 +103,7 @@ def delta_rule_transition_triton(
 
 
 def shape_of(gated: bool, d_key: int, d_value: int) -> launch_configs.Shape:
-    """What the launch configuration depends on, in classes."""
+    """The shape for the table of launch configurations."""
     return {
         "gate": "scalar" if gated else "none",
         "d_key": launch_utils.next_power_of_2(d_key),
@@ -136,7 +138,7 @@ class _DeltaRuleLaunch:
         self.sums = self.gla.launch_prepare(None, None).sums
 
     def options(self, **own: int) -> dict[str, Any]:
-        """Of a program that computes a chunk's gradients, but for what is its own."""
+        """Options of the kernels that compute a chunk's gradients, without those of a single kernel."""
         launch, config = self.gla, self.config
         X, Y = launch.sizes
         sizes = {"X": X, "Y": Y, "BX": launch.block(X, config.x_chunk), "BY": launch.block(Y, config.y_chunk)}
@@ -145,14 +147,14 @@ class _DeltaRuleLaunch:
         return options
 
     def chunk_loop_options(self, values: int, **own: int) -> dict[str, Any]:
-        """As `options`, of a program that walks over chunks with so much of d_value."""
+        """Options of the kernels that loop over chunks, with `values` columns of d_value per program."""
         X, Y = self.gla.sizes
         return self.options(BX=max(16, launch_utils.next_power_of_2(X)), BY=self.gla.block(Y, values), **own)
 
     def chunks_per_piece(self, blocks: int) -> int:
-        """Chunks of each piece of the sequence, of so many programs a head."""
+        """Number of chunks in each piece of the sequence, for this number of programs per head."""
         launch = self.gla
-        # pieces are walked twice, with more columns the first time: two do not pay
+        # pieces are processed twice, the first time with more columns, so two pieces would not be faster
         wanted = min(self.config.target_programs // (blocks * launch.batch * launch.heads), launch.chunks // 4)
         return launch.chunks if wanted < 3 else -(-launch.chunks // wanted)
 
@@ -173,7 +175,7 @@ class _DeltaRuleLaunch:
     def launch_u(
         self, inverse: Tensor, piece: int, first: Tensor | None, u: Tensor | None, states: Tensor | None, last: Tensor
     ) -> None:
-        """A launch of `wy_forward_kernels.wy_u_kernel`; without u and states of what each piece does to the state."""
+        """Launches `wy_forward_kernels.wy_u_kernel`; without u and states, to compute each piece's effect on the state."""
         launch, (_, k, v) = self.gla, self.gla.given
         X, Y = launch.sizes
         options = self.chunk_loop_options(self.config.values, num_warps=self.config.warps_walk)
@@ -185,14 +187,14 @@ class _DeltaRuleLaunch:
         )  # fmt: skip
 
     def transitions(self, inverse: Tensor, piece: int) -> Tensor:
-        """What each piece adds, and its transition, [B, H, P, d_key, d_value + d_key]."""
+        """The state that each piece adds, and its transition matrix, [B, H, P, d_key, d_value + d_key]."""
         launch, (X, Y) = self.gla, self.gla.sizes
         transitions = launch.new(launch.batch, launch.heads, -(-launch.chunks // piece), X, Y + X)
         self.launch_u(inverse, piece, None, None, None, transitions)
         return transitions
 
     def fold_pieces(self, transitions: Tensor, adds: Tensor, first: Tensor | None, *, backwards: bool) -> Tensor:
-        """What enters each piece, [B, H, P, d_key, d_value], or the cotangents of what leaves each."""
+        """The entering state of each piece, [B, H, P, d_key, d_value]; backward: the gradient of each piece's final state."""
         launch, (X, Y), pieces = self.gla, self.gla.sizes, transitions.shape[2]
         arriving, BY = launch.new(*transitions.shape[:3], X, Y), 16
         _forward_kernels.wy_fold_kernel[(-(-Y // BY), launch.batch * launch.heads)](
@@ -202,8 +204,8 @@ class _DeltaRuleLaunch:
         return arriving
 
     def compute_u(self, inverse: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """What tokens write [B, T, H, d_value], the states before each chunk, the last, and the pieces' transitions if there are
-        pieces."""
+        """The values u that tokens write [B, T, H, d_value], the state before each chunk, the final state, and the transitions of
+        the pieces, if any."""
         launch, (X, Y), transitions = self.gla, self.gla.sizes, None
         piece = self.chunks_per_piece(-(-Y // self.chunk_loop_options(self.config.values)["BY"]))
         if piece < launch.chunks:
@@ -216,7 +218,7 @@ class _DeltaRuleLaunch:
         return u, states, last, transitions
 
     def forward(self, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, the state that leaves and the chunks' inverses."""
+        """The output, the final state and the chunks' inverses."""
         launch, inverse = self.gla, self.compute_inverses()
         q, k, _ = launch.given
         u, states, last, _ = self.compute_u(inverse, first)
@@ -228,7 +230,7 @@ class _DeltaRuleLaunch:
         return y, last, inverse
 
     def backward(self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
-        """Gradients of q, k, v, beta, g and the state that entered."""
+        """Gradients of q, k, v, beta, g and the entering state."""
         launch = self.gla
         (q, k, v), rows, shape = launch.given, launch.batch * launch.heads, launch.given.v.shape
         u, states, _, transitions = self.compute_u(inverse, first)

@@ -1,4 +1,5 @@
-"""Gated linear attention: a matrix per head that decays, by key channel, by value channel or as a whole, and takes in k v^T."""
+"""Gated linear attention: a matrix state per head that accumulates k v^T, with a decay per key channel, per value channel or per
+head."""
 
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 

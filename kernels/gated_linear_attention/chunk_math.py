@@ -23,21 +23,22 @@ from torch.nn.functional import pad
 
 
 class _Joint(NamedTuple):
-    """What is left, where blocks of R tokens are joined two by two: of the middle at the tokens of the second block (since) and of
-    the tokens of the first at the middle (until), both [B, H, N, R, X]."""
+    """Decays for combining blocks of R tokens pairwise: from the boundary to the tokens of the second block (since), and from the
+    tokens of the first block to the boundary (until), both [B, H, N, R, X]."""
 
     since: Tensor
     until: Tensor
 
 
 class _Sums(NamedTuple):
-    """Of N blocks of R tokens, [B, H, N, R, X]: sums of g from a block's begin to each token, and from behind it to the end."""
+    """Sums of g in N blocks of R tokens, [B, H, N, R, X]: from a block's start to each token, and from after each token to the
+    end."""
 
     since: Tensor
     until: Tensor
 
     def joined(self) -> "_Sums":
-        """Of N / 2 blocks of 2 R tokens."""
+        """The sums for N / 2 blocks of 2 R tokens."""
         since_1, since_2 = _halves(self.since)
         until_1, until_2 = _halves(self.until)
         since = torch.cat((since_1, since_2 + since_1[:, :, :, -1:]), dim=3)
@@ -45,13 +46,13 @@ class _Sums(NamedTuple):
 
 
 class _Documents:
-    """Exponentials of sums of g, and 0 instead where a document starts in between. pos None: none does."""
+    """Exponentials of sums of g; 0 if a document starts between the two tokens. pos None: no document starts."""
 
     def __init__(self, pos_BL: Tensor | None) -> None:
         self.pos = pos_BL
 
     def since(self, sums_BHNRX: Tensor, *, every: int = 1, first: int = 0) -> Tensor:
-        """What is left of what entered a block at its tokens; of N blocks of R, the `first` one and every `every`-th."""
+        """Decay from a block's start to its tokens, for the `first` and every `every`-th of N blocks of R tokens."""
         if self.pos is None:
             return sums_BHNRX.exp()
         rows = sums_BHNRX.shape[3]
@@ -59,7 +60,7 @@ class _Documents:
         return _masked_exp(sums_BHNRX, (pos_BNR > torch.arange(rows, device=pos_BNR.device))[:, None, :, :, None])
 
     def until(self, sums_BHNRX: Tensor, *, every: int = 1, first: int = 0) -> Tensor:
-        """What is left of a block's tokens at its end; of N blocks of R, the `first` one and every `every`-th."""
+        """Decay from a block's tokens to its end, for the `first` and every `every`-th of N blocks of R tokens."""
         if self.pos is None:
             return sums_BHNRX.exp()
         rows = sums_BHNRX.shape[3]
@@ -68,7 +69,7 @@ class _Documents:
         return _masked_exp(sums_BHNRX, (behind_R <= pos_BNR[:, :, -1:])[:, None, :, :, None])
 
     def pairs(self, sums_BHLL: Tensor) -> Tensor:
-        """What is left of key j at query i, [B, H, i, j]."""
+        """Decay from key j to query i, [B, H, i, j]."""
         at_L = torch.arange(sums_BHLL.shape[2], device=sums_BHLL.device)
         distance_LL = at_L[:, None] - at_L
         visible = distance_LL >= 0
@@ -78,11 +79,11 @@ class _Documents:
 
 
 class ScalarDecay:
-    """A block whose decay is one number per head and token; g_BHL of zeros, [1, 1, L], for none.
+    """A block with one decay per head and token. Without a decay, g_BHL is zeros of [1, 1, L].
 
     Attributes:
-        since: what is left of the entering state at each token, [B, H, L, 1].
-        until: what is left of each token at the end, [B, H, L, 1].
+        since: decay of the entering state up to each token, [B, H, L, 1].
+        until: decay from each token to the end, [B, H, L, 1].
     """
 
     def __init__(self, g_BHL: Tensor, pos_BL: Tensor | None) -> None:
@@ -92,7 +93,7 @@ class ScalarDecay:
         self.until = self._documents.until(until_BHL[:, :, None, :, None])[:, :, 0]
 
     def read(self, q_BHLGK: Tensor, k_BHLK: Tensor, v_BHLV: Tensor, S_BHKV: Tensor) -> Tensor:
-        """S_t^T q_t, [B, H, L, G, V], where S_t holds the token's own k v^T and S is the state that entered the block."""
+        """S_t^T q_t, [B, H, L, G, V], where S_t includes the token's own k v^T. S: the state at the block's start."""
         length, group = q_BHLGK.shape[2:4]
         later_LL = torch.ones(length, length, dtype=self._g.dtype, device=self._g.device).tril(-1)
         pairs_BHLL = self._documents.pairs((self._g[..., None] * later_LL).cumsum(2))
@@ -107,13 +108,13 @@ class ScalarDecay:
 
 
 class ChannelDecay:
-    """A block whose decay is a vector per head and token, along the keys (`read_keys`, `write_keys`) or along the values.
+    """A block with a decay per head, token and channel of the keys (`read_keys`, `write_keys`) or of the values.
 
-    g_BHLX: log-decays; L is a power of two, see `extended`. One object serves several states that share their decays.
+    g_BHLX: log-decays; L is a power of two, see `extended`. One object can serve several states with the same decays.
 
     Attributes:
-        since: what is left of the entering state at each token, [B, H, L, X].
-        until: what is left of each token at the end, [B, H, L, X].
+        since: decay of the entering state up to each token, [B, H, L, X].
+        until: decay from each token to the end, [B, H, L, X].
     """
 
     def __init__(self, g_BHLX: Tensor, pos_BL: Tensor | None) -> None:
@@ -128,7 +129,7 @@ class ChannelDecay:
 
     @cached_property
     def _joints(self) -> tuple[_Joint, ...]:
-        """From blocks of one token upwards; only readers need them."""
+        """The decays of each level, from blocks of one token upwards. Only reads need them."""
         return tuple(
             _Joint(
                 self._documents.since(_halves(sums.since)[1], every=2, first=1),
@@ -193,13 +194,14 @@ def ungrouped(y_BHLGV: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def extended(x_BLX: Tensor, length: int) -> Tensor:
-    """[batch, L, ...] with zeros behind, up to `length`: tokens that neither decay nor add, so that no state sees them."""
+    """[batch, L, ...] padded with zeros to `length`. Padding tokens have no decay and add nothing, so they do not affect the
+    state."""
     more = length - x_BLX.shape[1]
     return pad(x_BLX, (*(0, 0) * (x_BLX.ndim - 2), 0, more)) if more else x_BLX
 
 
 def extended_positions(pos_BL: Tensor | None, length: int) -> Tensor | None:
-    """pos [batch, L] with its last document going on, up to `length`."""
+    """pos [batch, L] extended to `length`, as if the last document continued."""
     if pos_BL is None or length == pos_BL.shape[1]:
         return pos_BL
     on = torch.arange(1, 1 + length - pos_BL.shape[1], dtype=pos_BL.dtype, device=pos_BL.device)

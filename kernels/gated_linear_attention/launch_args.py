@@ -1,6 +1,6 @@
 """Arguments of the launches in `triton_launch`: the launch configuration, and tensors in the layout that the kernels read.
 
-A "side" is what lies along x, the dimension with decays, or along y; see `triton_kernels`.
+A "side" is the tensors with dimension x, which has the decays, or with dimension y; see `triton_kernels`.
 """
 
 from dataclasses import dataclass, replace
@@ -16,22 +16,22 @@ from baton.kernels.errors import REDUCED_DTYPES
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How the kernels are cut; powers of two, at least 16.
+    """Block sizes of the kernels; powers of two, at least 16.
 
     Attributes:
-        chunk: tokens that are multiplied with each other; between chunks there is a state.
-        x: of the side with the decays, a program's part.
-        x_gated: the same where derivatives along that side are computed; x_read: where only what is read with has one.
-        x_prepared, x_scores: the same where gates are summed, and where scores have a decay per channel.
-        x_products: a step over what lies along a side where scores have no decay per channel.
-        y: of the other side, a program's part.
-        y_gated: the same where derivatives along the side with the decays are computed.
-        warps: of a program.
-        warps_gated: of one that computes derivatives along the side with the decays; warps_read: only of what is read with.
-        warps_scores: of one that computes scores with a decay per channel.
-        stages: of what loops load, ahead of what they compute; scores with a decay per channel have one.
-        heads: of a program that computes derivatives of what all heads share; what divides their number is taken.
-        target_programs: that a GPU should have where chunks are walked through; with fewer the sequence is cut.
+        chunk: tokens per chunk; within a chunk, scores between tokens are computed, and between chunks a state is passed.
+        x: channels of dimension x per program.
+        x_gated: the same in kernels that compute derivatives along x; x_read: if only the reading tensor has a derivative.
+        x_prepared, x_scores: the same in the kernels that sum gates, and that compute scores with a decay per channel.
+        x_products: channels per iteration in the kernel that computes scores without a decay per channel.
+        y: channels of dimension y per program.
+        y_gated: the same in kernels that compute derivatives along x.
+        warps: warps of a program.
+        warps_gated: warps in kernels that compute derivatives along x; warps_read: if only the reading tensor has a derivative.
+        warps_scores: warps in the kernel that computes scores with a decay per channel.
+        stages: pipeline stages of loops; the kernel that computes scores with a decay per channel has one.
+        heads: heads per program in kernels that compute derivatives of tensors that all heads share; reduced to a divisor.
+        target_programs: programs in the loops over chunks that fill a GPU; with fewer, the sequence is split into pieces.
     """
 
     chunk: int = 64
@@ -53,7 +53,8 @@ class LaunchConfig:
 
     @cached_property
     def for_float32(self) -> Self:
-        """None larger than these: products of float32 use no tensor cores, and larger ones have no room in registers."""
+        """The largest block sizes for float32, whose matmuls use no tensor cores and whose larger blocks do not fit in
+        registers."""
         largest = dict.fromkeys(("chunk", "x", "x_gated", "x_read", "x_prepared", "x_scores", "x_products", "y", "y_gated"), 32)
         least = {name: min(size, getattr(self, name)) for name, size in largest.items()}
         return replace(self, **least, warps_gated=self.warps, warps_read=self.warps, warps_scores=self.warps, stages=1)
@@ -68,7 +69,7 @@ class QKV(NamedTuple):
 
     @property
     def low(self) -> bool:
-        """Whether matrix products are computed in bfloat16."""
+        """Whether matmuls are computed in bfloat16."""
         return on_gpu(self.v) and all(x.dtype in REDUCED_DTYPES for x in self)
 
     @classmethod
@@ -82,8 +83,8 @@ class QKV(NamedTuple):
 
 
 class Side(NamedTuple):
-    """The tensor that reads the state, [B, T, Q, size], and the one that is written to it, [B, T, H, size]; None: unknown or not
-    needed."""
+    """The tensor that reads the state, [B, T, Q, size], and the tensor that is written to it, [B, T, H, size]; None: unknown or
+    unused."""
 
     r: Tensor | None
     w: Tensor | None

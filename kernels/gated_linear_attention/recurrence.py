@@ -64,7 +64,7 @@ class GatedLinearAttention(LinearRecurrence):
 
     @torch.no_grad()
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
-        """States only: this much less than a run is what can be sent before any output exists."""
+        """The final State without outputs, which takes less time than `run`."""
         transition = self.transition_matrix(inputs, pos)
         _, k, v, *gates = inputs
         implementation = gla_final_state_triton if use_triton(k, compute_dtype(*inputs)) else gla_final_state

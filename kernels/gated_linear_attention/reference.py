@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Gate = Literal["key", "value", "scalar", "none"]
-"""What a log-decay belongs to: a channel of the keys, a channel of the values, a head, or nothing (there is none)."""
+"""What has a log-decay: each key channel, each value channel, each head ("scalar"), or nothing."""
 
 
 def gla_reference(

@@ -1,8 +1,8 @@
 """Gated linear attention on a GPU: launches the kernels of `triton_kernels` and defines their gradient.
 
 The gate decides which of q, k, v and y lie along x, the dimension with decays, and therefore which of the two kernels computes the
-output and which the gradients. The states between chunks are recomputed for the backward pass: only the arguments are kept, and the
-scores within chunks where they are small.
+output and which the gradients. Only the arguments are saved for the backward pass, and the scores within chunks if they are small.
+The states between chunks are recomputed.
 """
 
 import math
@@ -34,7 +34,7 @@ def use_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
 
 
 def shape_of(gate: Gate, d_key: int, d_value: int) -> launch_configs.Shape:
-    """What the launch configuration depends on, in classes."""
+    """The shape for the table of launch configurations."""
     return {"gate": gate, "d_key": launch_utils.next_power_of_2(d_key), "d_value": launch_utils.next_power_of_2(d_value)}
 
 
@@ -57,7 +57,7 @@ def gla_triton(
     initial_state: Tensor | None,
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `op.gated_linear_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits."""
+    """As `op.gated_linear_attention`, which checks the arguments. Matmuls are computed in bfloat16 if q, k and v are 16-bit."""
     config = config or launch_config_for(gate, QKV(q, k, v))
     y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch_utils.int32_positions(pos), config)
     return y, leaving
@@ -143,7 +143,7 @@ class LinearAttentionLaunch:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def or_v(self, x: Tensor | None) -> Tensor:
-        """A pointer for what is not there and is not read."""
+        """A pointer in place of an absent tensor, which is not read."""
         return self.given.v if x is None else x
 
     def block(self, size: int, wanted: int) -> int:
@@ -176,7 +176,7 @@ class LinearAttentionLaunch:
         found = self.new(self.batch, self.query_heads, self.chunks, chunk, chunk, dtype=self.kept)
         options: dict[str, Any] = {**self.common, **self.low}
         if gated and self.per_channel:
-            # more of them on a processor hide more than loads ahead would
+            # more programs per SM hide more latency than pipelined loads would
             options |= {"BX": self.block(size, self.config.x_scores), "num_warps": self.config.warps_scores, "num_stages": 1}
         else:
             options |= {"BX": self.block(size, self.config.x_products), "num_warps": self.config.warps}
@@ -198,8 +198,8 @@ class LinearAttentionLaunch:
         backwards: bool = False,
         keep: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """The state that enters each chunk, [B, H, N, X, Y], and leaves the last, [B, H, X, Y]; or, backwards, the cotangents of
-        those that leave each chunk, and enter the first. Each is the other's beginning."""
+        """The entering state of each chunk, [B, H, N, X, Y], and the final state, [B, H, X, Y]. Backward: the gradients of each
+        chunk's final state, and of the sequence's entering state."""
         (X, Y), heads, chunks = self.sizes, self.heads, self.chunks
         kept = self.new(self.batch, heads, chunks, X, Y, dtype=self.kept) if keep else None
         BX, BY = self.block(X, self.config.x), self.block(Y, self.config.y)
@@ -218,7 +218,7 @@ class LinearAttentionLaunch:
             )  # fmt: skip
             return last
 
-        # a sequence is cut where heads and states give too few programs; then all but the decays is computed twice
+        # a sequence is split if heads and states give too few programs; then everything but the decays is computed twice
         wanted = min(-(-self.config.target_programs // (blocks * heads * self.batch)), max(1, chunks // 4))
         piece = -(-chunks // wanted)
         if piece == chunks:
@@ -292,7 +292,7 @@ class LinearAttentionLaunch:
         return r, w, g if g is None or self.per_channel else g.sum(0)
 
     def forward(self, first: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The output, [B, T, Q, d_value] in dtype, the state that leaves, and scores for `backward` if they are kept."""
+        """The output, [B, T, Q, d_value] in dtype, the final state, and the scores for `backward` if they are saved."""
         (wx, wy), q = self.writes, self.given.q
         prepared = self.launch_prepare(None if self.swapped else q, wx)
         assert prepared.written is not None
@@ -314,8 +314,12 @@ class LinearAttentionLaunch:
         self, first: Tensor | None, scores: Tensor | None, dy: Tensor, dlast: Tensor | None, *, wide: str = "",
         projected: PreActivations | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Gradients of q, k, v, g and the state that entered; scores: see `forward`; dlast: None for zeros. wide: those of q, k and
-        v that are not rounded to their dtypes. projected: what those along y were made of, which gradients are of then."""
+        """Gradients of q, k, v, g and the entering state.
+
+        scores: from `forward`. dlast: gradient of the final state; None: zeros. wide: which of the gradients of q, k and v are not
+        rounded to the inputs' dtypes. projected: the projections of which the tensors along y are silu; the gradients returned for
+        them are then those of the projections.
+        """
         (wx, wy), (q, k, v) = self.writes, self.given
         rx, ry = (dy, q) if self.swapped else (q, dy)
         prepared = self.launch_prepare(rx, wx)

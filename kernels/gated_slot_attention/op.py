@@ -51,11 +51,12 @@ def gated_slot_attention(
             takes in, 1 - alpha, is computed from the logarithm: pass it in float32, whatever k and v are in.
         scale: of the scores; the authors train with 1.
         slot_activation: weights out of scores: softmax over the slots, identity, silu, relu or relu2 (the square of relu).
-        gate_logit_normalizer: more than 0; then q, k, v and g are given as a layer projects them: silu of q, k and v is
-            taken (rounded to their dtypes), and log(sigmoid(g)) / gate_logit_normalizer (in float32, always). On a GPU
-            the gradients of neighbouring columns of one tensor are such columns too. None: they are given as they are.
-        recompute_activations: whether what is made of projected q, k and v is made again for the backward pass, not kept; a CPU
-            never keeps it.
+        gate_logit_normalizer: if given (more than 0), q, k, v and g are projections without activations: the function applies silu
+            to q, k and v (rounded to their dtypes) and uses log(sigmoid(g)) / gate_logit_normalizer (always in float32). On a GPU,
+            inputs that are adjacent columns of one tensor get gradients that are adjacent columns, too. None: q, k, v and g are
+            used as given.
+        recompute_activations: recompute the activations of q, k and v in the backward pass instead of saving them. The CPU
+            implementation always does.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the slots that arrive, {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}, float32 (float64

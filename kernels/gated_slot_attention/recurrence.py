@@ -73,7 +73,7 @@ class GatedSlotAttention(LinearRecurrence):
 
     @torch.no_grad()
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
-        """The final State without outputs, which can be sent earlier than the result of `run`."""
+        """The final State without outputs, which takes less time than `run`."""
         transition = self.transition_matrix(inputs, pos)
         implementation = gsa_final_state_triton if use_triton(inputs[0], compute_dtype(*inputs)) else gsa_final_state
         return transition, self.state_transition(

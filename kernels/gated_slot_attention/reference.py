@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid, silu
 from baton.kernels.protocol import Inputs, State
 
 SlotActivation = Literal["softmax", "identity", "silu", "relu", "relu2"]
-"""What makes weights of slots out of scores of slots; softmax is over the slots, the others are elementwise."""
+"""The activation that turns scores of slots into weights; softmax is over the slots, the others are elementwise."""
 
 SLOT_ACTIVATIONS: dict[SlotActivation, Callable[[Tensor], Tensor]] = {
     "softmax": lambda scores: scores.softmax(-1),

@@ -63,7 +63,7 @@ def gsa_final_state_triton(
     pos: Tensor | None,
     config: LaunchConfig | None = None,
 ) -> State:
-    """The slots that a span reaches from zero, without queries, outputs and gradients."""
+    """The final slots of a span that starts with zero slots, without queries, outputs and gradients."""
     if gate_logit_normalizer is not None:
         (k, v), (g,) = _activated(k, v), _activated(g, gate_logit_normalizer=gate_logit_normalizer)
     write, low = write_strength(g), QKV(k, k, v).low
@@ -142,7 +142,7 @@ def _like(projected: Sequence[Tensor]) -> list[Tensor]:
 def _keys(
     q: Tensor, k: Tensor, write: Tensor, g: Tensor, scale: float, pos: Tensor | None, config: LaunchConfig | None, low: bool
 ) -> LinearAttentionLaunch:
-    """The pass that writes keys to slots and reads a query's scores of them."""
+    """The pass that writes keys to slots and computes the queries' scores."""
     given = QKV.of(q, k, write)
     return LinearAttentionLaunch("value", scale, pos, g, given, config or launch_config_for("value", given), low=low)
 
@@ -150,7 +150,7 @@ def _keys(
 def _values(
     weights: Tensor, write: Tensor, v: Tensor, g: Tensor, pos: Tensor | None, config: LaunchConfig | None, low: bool
 ) -> LinearAttentionLaunch:
-    """The pass that writes values to slots and reads them by weights."""
+    """The pass that writes values to slots and reads them with the slots' weights."""
     given = QKV.of(weights, write, v)
     return LinearAttentionLaunch("key", 1.0, pos, g, given, config or launch_config_for("key", given), low=low)
 
@@ -169,7 +169,7 @@ def _rows(x: Tensor) -> tuple[tuple[int], Mapping[str, int]]:
 
 
 def write_strength(g: Tensor) -> Tensor:
-    """1 - alpha in float32, of its logarithm: alpha itself would lose the gates that matter most, those that keep nearly all."""
+    """1 - alpha in float32, computed from log alpha, because alpha rounds to 1 for gates close to 1."""
     gates = g.contiguous()
     out, (grid, sizes) = torch.empty_like(gates, dtype=torch.float32), _rows(gates)
     _kernels.gsa_write_strength_kernel[grid](gates, out, gates.numel() // sizes["M"], **sizes)
