@@ -1,4 +1,4 @@
-"""Tables of everything measured, from results: docs/measured.md, docs/floors.md, and a few rows in README.md.
+"""Tables of everything measured, from results: docs/measured.md, docs/floors.md, docs/loss-curves.svg, and rows in README.md.
 
 Nothing in them is typed by hand. `make tables` writes them, and tests/test_architecture.py fails when a result has changed and
 they have not.
@@ -11,6 +11,7 @@ from typing import Any
 
 import floors
 import kernel_version
+import loss_picture
 import report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,6 +128,7 @@ def pages(found: dict[str, list[dict[str, Any]]]) -> dict[Path, str]:
     return {
         ROOT / "docs" / "measured.md": measured(found),
         ROOT / "docs" / "floors.md": floors.page(RESULTS),
+        ROOT / "docs" / "loss-curves.svg": loss_picture.page(RESULTS),
         readme: between.sub(lambda _: figures, readme.read_text(encoding="utf-8"), count=1),
     }
 
