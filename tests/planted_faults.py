@@ -1,4 +1,5 @@
-"""`make faults`: thirty faults planted one at a time (support/faults.py), and docs/planted-faults.md: which test finds each.
+"""`make faults`: plants thirty faults one at a time (support/faults.py) and writes docs/planted-faults.md with the test that finds
+each.
 
 Each fault gets a copy of the source tree of its own. Its tests run in the quick selection (what `make test` runs) until one fails;
 where none does and --long is given, the long forms of the same files follow. At the end the finders run in a tree without faults:

@@ -1,4 +1,5 @@
-"""A parameter is declared in one place: added there in a scratch copy, it is in the module, plan, checkpoint and equality grid."""
+"""A parameter is declared in one place: added there in a scratch copy, it appears in the module, plan, checkpoint and equality
+grid."""
 
 import os
 import re

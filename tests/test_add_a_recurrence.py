@@ -1,4 +1,5 @@
-"""docs/add-a-recurrence.md is true: its files, put where it says and nowhere else, make a recurrence that keeps the law."""
+"""The tutorial docs/add-a-recurrence.md works: its files, copied to the places that it names, give a recurrence with split
+invariance."""
 
 import os
 import re

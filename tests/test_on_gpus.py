@@ -1,4 +1,4 @@
-"""What runs the benchmarks on several GPUs at once: who gets which GPU, what is not begun, and what ends at the deadline."""
+"""benchmarks/on_gpus.py: the assignment of benchmarks to GPUs, those that are not started, and those that end at the deadline."""
 
 import sys
 from importlib import import_module

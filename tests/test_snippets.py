@@ -1,4 +1,4 @@
-"""Examples in README.md and docs/ do what they say."""
+"""Executes the examples in README.md and docs/."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""A small corpus from the standard library's source, and the run that trains on it."""
+"""Fixtures: a small corpus from the source of the standard library, and a run that trains on it."""
 
 import json
 import shutil

@@ -1,5 +1,4 @@
-"""training.recompute=auto and training.cuda_graphs=auto: what is chosen, compared with what explicit settings are planned to need;
-and a run that is out of memory goes on by itself with settings that need less."""
+"""training.recompute=auto and training.cuda_graphs=auto: the choice, compared with the plans of explicit settings."""
 
 from importlib.resources import files
 from itertools import product

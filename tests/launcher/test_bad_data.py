@@ -1,4 +1,4 @@
-"""Bad data: seen before the start where that can be, else by the rank that reads it; exit status 2 and one line either way."""
+"""Bad data is reported before the start if possible, else by the rank that reads it, with one line and exit status 2."""
 
 import functools
 import http.server

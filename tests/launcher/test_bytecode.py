@@ -1,4 +1,4 @@
-"""Processes keep Python's bytecode in a folder of their own where PyTorch is installed without it."""
+"""Processes keep Python's bytecode in a separate folder if PyTorch is installed without bytecode."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""Chaos: whatever is done to a run while it trains, it ends with the undisturbed run's bits or with a named error, and goes on
-without anybody deleting a file.
+"""Faults at any point of training: a run ends with the undisturbed run's bits or with a named error, and can be resumed without
+deleting a file.
 
 Each story is drawn from its number: disturbances one after the other, each in a start of its own, then a start that is left alone.
 `make chaos` lives a hundred of them, the short form a few.

@@ -1,4 +1,4 @@
-"""Kernels are compiled while ranks start: by whom, who waits, and what becomes of a run whose kernels cannot be compiled ahead."""
+"""Kernels are compiled while ranks start: which process compiles, which wait, and what happens if compilation fails."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The run configuration: YAML and key=value words to one strict, typed, resolved RunConfig; and the learning rate it describes."""
+"""The run configuration: strict reading of YAML and key=value arguments into a typed RunConfig, and the learning-rate schedule."""
 
 import json
 import re

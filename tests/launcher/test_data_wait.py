@@ -1,4 +1,5 @@
-"""Waiting for data is a number of every step, and in the ledger: that of the rank which waited longest."""
+"""The time that a step waits for data is recorded in metrics.jsonl and in the time ledger, as that of the rank with the longest
+wait."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Runs whose disk fails or is read-only: nothing lost is called a success, and looking at a run never needs more than reading it.
+"""Runs on a failing or read-only disk: a loss is never reported as success, and commands that only read a run need no write access.
 
 The limit on a file's size (RLIMIT_FSIZE) stands for a quota: writing beyond it fails, and the small files of a run fit.
 """

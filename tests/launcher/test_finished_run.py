@@ -1,4 +1,4 @@
-"""What becomes of a finished run: started again, as it is or otherwise, and read by the commands that read runs.
+"""Finished runs: starting them again with the same or other settings, and reading them with the commands.
 
 Every test has a copy of its own; the commands run side by side, as each of them keeps one core busy.
 """

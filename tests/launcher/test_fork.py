@@ -1,4 +1,4 @@
-"""A run that is extended, changed or forked: what was trained once stays as it is, and goes on to the bit or is refused.
+"""Extending, changing and forking runs: completed steps are unchanged, and the run continues bit-exactly or is refused.
 
 One trunk on a WSD schedule, which carries its lanes' States, is trained once, in the pool, whose imports are paid; each test has
 forks of its own. One start of the real command shows what it hands to its ranks.

@@ -1,4 +1,5 @@
-"""A rank that hangs: all ranks end, and the last line names the rank, what it was doing, and in what the others wait for it."""
+"""A rank hangs: all ranks end, and the last line names the rank, its last operation, and the operation in which others wait for
+it."""
 
 import signal
 

@@ -1,4 +1,5 @@
-"""Who hangs, by signs of life and process states: every decision, in time that the test gives, on processes that do stop."""
+"""Detection of the hanging rank from heartbeats and process states: every decision, with a simulated clock and real stopped
+processes."""
 
 import contextlib
 import os

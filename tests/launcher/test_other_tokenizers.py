@@ -1,4 +1,4 @@
-"""A paper's run file, made small, on text that is tokenized with other projects' tokenizers: killed, resumed, and writing."""
+"""A paper's run file, reduced in size, with other projects' tokenizers: it is killed, resumed, and generates text."""
 
 import json
 from importlib.resources import files

@@ -1,4 +1,4 @@
-"""`baton plan`: its arithmetic is compared with the modules themselves, and with what running models were seen to keep and send."""
+"""`baton plan`: its counts equal those of the modules themselves and of measurements on running models."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`baton plan` as a command: its verdicts, what it advises, and what it refuses; on stages and thousands of ranks as on one."""
+"""The command `baton plan`: its verdicts, advice and errors, for pipeline stages and thousands of ranks as for one rank."""
 
 import dataclasses
 import json

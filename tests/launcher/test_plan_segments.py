@@ -1,4 +1,4 @@
-"""`baton plan` of segments: compared with what the passes of running models were seen to keep and to send, and what it advises."""
+"""`baton plan` for segments: compared with measurements of what running models save and send, and its advice."""
 
 import json
 from importlib.resources import files

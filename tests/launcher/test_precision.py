@@ -1,4 +1,4 @@
-"""training.compute_dtype left open: of the device where a run begins, recorded there, and the run's own from then on."""
+"""training.compute_dtype=null: a run takes the default of the device on which it starts, records it, and keeps it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`profile=true`: a trace and a table of a few steps, whose times are the steps' own, of a run that does what it does without."""
+"""`profile=true`: writes a trace and a table of a few steps whose times add up to the steps' times, and does not change results."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Bad input: exit status 2, one line that says what, where and what to do, nothing half-written, and no process started."""
+"""Bad input: exit status 2, one line that says what, where and what to do; nothing is half-written, and no process is started."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Whole runs of the real command: killed in every way and bit-identical all the same; and the record that they leave.
+"""Whole runs of the real command: killed in several ways, they continue bit-identically; and the records that they write.
 
 A launch costs seconds, nearly all of them imports, so each is made once and proves several properties.
 """

@@ -1,4 +1,5 @@
-"""The shipped run files: what their headers say, and that they can be planned as they are and with the overrides named there."""
+"""The shipped run files: their headers are true, and they can be planned as they are and with the overrides that the headers
+name."""
 
 import re
 from importlib.resources import files

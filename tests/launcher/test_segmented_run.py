@@ -1,4 +1,4 @@
-"""Whole runs in segments: killed in the middle of a step and of a document, resumed on the same ranks and on others."""
+"""Whole runs in segments: killed in the middle of a step and of a document, and resumed on the same or on another layout."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""`baton settings`, and the pages that are made from the classes of settings and the parsers of commands."""
+"""`baton settings`, and the pages generated from the settings classes and the commands' parsers."""
 
 import argparse
 import subprocess

@@ -1,4 +1,4 @@
-"""What a GPU computes without a kernel is said before the first step and counted in plans; and nothing else is computed so."""
+"""Recurrences without a GPU kernel are reported before the first step and counted in plans; all others have kernels."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What processes import, as lists of modules: a start is mostly imports, and benchmarks/startup.py says what each costs."""
+"""The modules that each process imports, as lists, because imports dominate start-up (benchmarks/startup.py measures them)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs on a synthetic task: started, resumed to the bit, measured case by case, refused where there is nothing to read or write.
+"""Runs on a synthetic task: started, resumed bit-exactly, evaluated case by case, and refused by commands that need text.
 
 One run of two real ranks is made once; what resumes it lives in the pool, whose imports are paid.
 """

@@ -1,4 +1,4 @@
-"""Mamba as somebody else wrote it: the same weights give the same logits and gradients as Hugging Face transformers' model."""
+"""Mamba compared with Hugging Face transformers: the same weights give the same logits and gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""B'MOJO's mixer where its law is hardest: tokens that it chooses itself, over four ranks and in recomputation."""
+"""Split invariance of B'MOJO's mixer in its hardest cases: selected tokens over four ranks and in recomputation."""
 
 import itertools
 

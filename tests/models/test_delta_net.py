@@ -1,4 +1,4 @@
-"""DeltaNet and Gated DeltaNet against their papers' equations, put together anew from other people's parts; their sizes."""
+"""DeltaNet and Gated DeltaNet compared with their papers' equations, composed from other libraries' parts; parameter counts."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Models in other libraries' formats: transformers' own random models, read, compared with theirs, written, and loaded by them."""
+"""Models in other libraries' formats: transformers' own random models are imported, compared with theirs, exported, and loaded
+again."""
 
 import json
 import pickle

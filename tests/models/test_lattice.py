@@ -1,4 +1,4 @@
-"""Lattice's mixer against its block put together anew from torch's parts; its options; its initial slots."""
+"""Lattice's mixer compared with its block composed of torch modules; its options and initial slots."""
 
 import pytest
 import torch

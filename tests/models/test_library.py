@@ -1,4 +1,5 @@
-"""Mixers and models as plain modules in other people's programs: no process group, the values of a run, States cut and uncut."""
+"""Mixers and models as plain modules: no process group is needed, values equal a run's, and States carry gradients or are
+detached."""
 
 import os
 import subprocess

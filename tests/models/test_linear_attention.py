@@ -1,4 +1,5 @@
-"""GLA, RetNet, HGRN2, Mamba-2 and GSA are their papers' mixers: formulas, sizes, states. The law is in test_mixers.py."""
+"""GLA, RetNet, HGRN2, Mamba-2 and GSA compared with their papers: formulas, sizes, States. Split invariance is in
+test_mixers.py."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The language model: its loss against PyTorch's, decoding against the parallel form, precision of weights and gradients."""
+"""The language model: its loss compared with PyTorch's, decoding with the parallel form, dtypes of weights and gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The law for every mixer: split anywhere, packed or not, same outputs and same gradients."""
+"""Split invariance of every mixer: a sequence split anywhere, packed or not, gives the same outputs and gradients."""
 
 import pytest
 import torch

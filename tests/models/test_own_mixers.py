@@ -1,4 +1,4 @@
-"""Mixers of one's own, outside the repository: found by `imports` or an entry point, trained, planned and refused like Baton's.
+"""Mixers outside the repository, from `imports` or an entry point: trained, planned and checked like Baton's.
 
 The mixer is the one of docs/add-a-recurrence.md, moved into a package of its own.
 """

@@ -1,5 +1,5 @@
-"""Parameter counts and state sizes of the shipped models, without allocating them: Mamba's, Longhorn's and GSA's are their papers';
-Lattice's and B'MOJO's papers give none, so these are compared with arithmetic of our own and with the size in the name."""
+"""Parameter counts and State sizes of the shipped models, without allocating them; Mamba's, Longhorn's and GSA's equal their
+papers'."""
 
 import math
 import re

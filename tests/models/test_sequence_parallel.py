@@ -1,4 +1,4 @@
-"""A layer whose residual stream the tensor ranks share is the layer of one process, and keeps a part of the stream on each rank.
+"""A layer with sequence parallelism equals the layer of one process, and each rank saves only its part of the residual stream.
 
 In float64, so that a gradient which is counted twice or lost on some path cannot hide behind rounding.
 """

@@ -1,5 +1,5 @@
-"""Mamba's and Longhorn's settings that leave a part out or draw initial values otherwise, against plain loops over the papers'
-algorithms."""
+"""Settings of Mamba and Longhorn that omit a part or change initial values, compared with plain loops over the papers'
+equations."""
 
 import math
 

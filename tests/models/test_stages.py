@@ -1,4 +1,4 @@
-"""Pipeline stages: contiguous, and cut so that no other cut has a faster slowest stage."""
+"""Pipeline stages are contiguous, and no other partition has a faster slowest stage."""
 
 import itertools
 import random

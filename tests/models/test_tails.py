@@ -1,4 +1,4 @@
-"""The longest tail that a mixer's settings name: so many tokens make every tail without those before, one less does not."""
+"""`longest_tail` of every mixer: that many tokens determine every tail without earlier tokens, and one token less does not."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""A pass that drops the States that leave does not make them: the same outputs and gradients to the bit, and nobody takes a State
-that was not made."""
+"""A forward pass that does not need final States does not compute them: outputs and gradients are bitwise the same."""
 
 from collections import Counter
 from contextlib import contextmanager

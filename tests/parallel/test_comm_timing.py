@@ -1,4 +1,4 @@
-"""What a rank waits for others is known, whoever makes the call, and counted once.
+"""The time that a rank waits for others is measured for all callers and counted once.
 
 The ranks share a clock that stands still until rank 1, which is late, moves it on: no figure depends on the machine's speed.
 """

@@ -1,4 +1,5 @@
-"""A rank is a segment: sequence ranks, segments and both agree with one rank that hands States on itself, for every mixer."""
+"""Context-parallel ranks, segments, and both together give the results of one rank that passes States to itself, for every
+mixer."""
 
 import math
 from functools import cache, partial

@@ -1,4 +1,4 @@
-"""Looked-up rows and their gradient beside torch's own embedding; on a CPU a GPU's kernels are interpreted."""
+"""Embedding lookup and its gradient compared with torch's; on a CPU the GPU kernels are interpreted."""
 
 import pytest
 import torch

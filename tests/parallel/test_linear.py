@@ -1,4 +1,4 @@
-"""Projections beside the same products of autograd in float64: parts, what else reads the input, gradients added in place."""
+"""Linear layers compared with float64 autograd: split outputs, a shared input, accumulation of gradients in place."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""What leaves before what: the order on which the wavefront rests, without a clock (test_wavefront.py has one)."""
+"""The order in which messages are sent, on which the wavefront depends; without a clock (test_wavefront.py has one)."""
 
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch

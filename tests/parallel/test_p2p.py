@@ -1,4 +1,4 @@
-"""Messages leave by themselves, and a rank that misses one ends with a sentence."""
+"""Messages are sent without waiting, and a rank that misses one ends with an error message."""
 
 import re
 import signal

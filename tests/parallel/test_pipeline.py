@@ -1,4 +1,4 @@
-"""Stages: the order of their operations, what they hold, what they lend each other, what runs through them without gradients."""
+"""Pipeline stages: the order of operations, memory, tied embeddings, and passes without gradients."""
 
 import itertools
 

@@ -1,5 +1,4 @@
-"""Nothing waits inside the stack: on ranks with slow layers and slow messages a pass takes as long as `parallel.state_passing`
-says.
+"""Ranks do not wait inside the stack: with slow layers and messages, a pass takes the time that `parallel.state_passing` states.
 
 The time is logical. Every rank has a clock that moves only where a layer is slow and where a message arrives: a message carries the
 time at which it was sent, and who waits for it goes on LATENCY seconds later at the earliest. The messages are real ones. No figure

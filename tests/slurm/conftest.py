@@ -1,4 +1,5 @@
-"""A real SLURM of several nodes on this machine, and a small run on it. Tests poll with a deadline and cancel what they started."""
+"""Fixtures: a real SLURM with several nodes on this machine, and a small run on it. Tests poll with a deadline and cancel their
+jobs."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A soak: one run on a SLURM of this machine, and faults of all kinds, one a minute in the mean, for as long as is asked.
+"""A soak test: one run on a local SLURM with random faults of all kinds, one per minute on average, for a given time.
 
     .venv/bin/python -P tests/slurm/soak.py [MINUTES]        (make soak: 22 minutes; needs root)
 

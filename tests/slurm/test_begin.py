@@ -1,4 +1,4 @@
-"""Where an attempt begins: which nodes it takes, what it does while the run is busy, and what it says of an srun that failed."""
+"""The start of an attempt: the nodes that it uses, a run directory that is busy, and messages of a failed srun."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Hooks: told by a command or to a URL; one that fails is mentioned and changes nothing."""
+"""Notification hooks: commands and URLs; a failing hook is reported and has no other effect."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""What is done after an attempt, and why: the rules, tried on histories; who is to blame; the layout that nodes get."""
+"""The decision after an attempt and its reason, for many histories; nodes that are excluded; the layout for the nodes of a job."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Nodes that meet in preflight: whoever does not come is left out, in whatever order the others do."""
+"""Nodes meet in preflight: nodes that do not arrive are left out, whatever the order of arrival."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What `baton submit` refuses: named in one line, status 2, before anything is submitted or written."""
+"""Errors of `baton submit`: one line and exit status 2, before anything is submitted or written."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The scripts of all shipped clusters, as files to be read: any change of a script shows as a change of one of them."""
+"""The job scripts of all shipped clusters, compared with golden files, so that every change of a script is visible in a diff."""
 
 import os
 import subprocess

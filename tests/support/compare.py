@@ -1,4 +1,4 @@
-"""How far one tensor is from another, in the one measure that the tests of this repository share."""
+"""The relative error between two tensors that all tests use."""
 
 import torch
 from torch import Tensor

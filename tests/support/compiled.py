@@ -1,4 +1,4 @@
-"""Registers, stack and shared memory of the Triton kernels, compiled for GPUs that are not here: printed as JSON by this program.
+"""Compiles the Triton kernels for GPUs that this machine does not have, and prints registers, stack and shared memory as JSON.
 
 The launch configurations are those that runs use. A process of its own, because Triton decides when a kernel is imported whether
 it interprets it.

@@ -1,5 +1,5 @@
-"""Documents for small runs, and what each of their steps must consume, worked out plainly: from the documents, the seed, the number
-of lanes and the rows of a step, without readers, cursors, ranks or steps of ours.
+"""Documents for small runs, and the data that each of their steps must consume, computed plainly from the documents, the seed, the
+number of lanes and the batch, without the data pipeline's code.
 
 What a run records of a step (`consumed`) is the sum over its values, modulo 2^64, of value x multiplier of the lane x multiplier of
 the kind (token, label, position) x multiplier of the column; training.checkpoint.digest says why that tells all mistakes apart.

@@ -1,4 +1,4 @@
-"""Thirty faults as they happen to people, each a small change of one file that a test of the quick suite has to find.
+"""Thirty realistic faults. Each is a small change of one file that a test of the quick suite must find.
 
 `tests/planted_faults.py` plants them one at a time; `tests/test_architecture.py` checks that each can still be planted. Where a
 change of the code takes away the text of a fault, give the fault the new text, or plant another one of its area in its place.

@@ -1,4 +1,4 @@
-"""`baton train` and its ranks without the cost of their imports: forked from one process that has imported everything already.
+"""Starts `baton train` and its ranks by forking a process that has imported everything, to save the time of imports in tests.
 
 The code that runs is the command's and the worker's own; only the start of the interpreter is left out. The real command spends
 three seconds of processor time on imports, which is more than most tests' training takes. tests/launcher/test_run.py starts the

@@ -1,4 +1,4 @@
-"""A rank of a small model whose sequence ranks exchange States; in the second step one of them is gone in the middle of a layer."""
+"""A rank of a small model with context parallelism in which one rank disappears in the middle of a layer of the second step."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The equality grid: which layouts there are, which of them a short run takes, and what one cell compares.
+"""The equality grid: its layouts, the layouts that a short run uses, and the comparison in one cell.
 
 A cell is a mixer on a layout; it trains a small model for a few steps through DeepSpeed, megatron-core and the executor. What it is
 compared with is one process of plain PyTorch: autograd, torch's AdamW and clipping, the whole batch at once.

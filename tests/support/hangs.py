@@ -1,4 +1,4 @@
-"""Ways to hang that befall rank 1 of a real run at a known point, and the small run that they befall."""
+"""Ways to make rank 1 of a real run hang at a known point, and the small run for them."""
 
 import os
 import re

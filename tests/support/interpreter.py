@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work that it repeats, and with errors corrected.
+"""Triton's interpreter without repeated work, and with two of its errors corrected.
 
 `interpreted_quickly`: the same operations on the same numbers in a third of the time. As it comes, the interpreter replaces the
 functions of `triton.language` again at each call of a device function, although the launch has done that. At each operation it

@@ -1,4 +1,4 @@
-"""Runs on a real SLURM, watched from outside: through its commands and the run's files."""
+"""Runs on a real SLURM, observed through SLURM's commands and the run's files."""
 
 import contextlib
 import os

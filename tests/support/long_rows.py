@@ -1,4 +1,4 @@
-"""Packed rows in segments, and models in float64 that read them on ranks or on one process: what tests of long context share."""
+"""Packed rows in segments, and float64 models that read them on several ranks or in one process, for tests of long context."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What models were seen to keep and to send on one rank of a world whose other ranks do not exist: what plans are compared with.
+"""Measures what models save and send on one rank of a fake process group, to compare plans with.
 
 Run as a program, this file prints it as JSON. Collectives of such a world do nothing, but they are called.
 """

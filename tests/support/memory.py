@@ -1,4 +1,4 @@
-"""Watching what a computation allocates."""
+"""Measures the largest tensor that a computation allocates."""
 
 from typing import Any
 

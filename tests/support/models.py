@@ -1,4 +1,4 @@
-"""Small models and batches that distributed tests and their one-process oracles share."""
+"""Small models and batches for distributed tests and their one-process references."""
 
 import torch
 

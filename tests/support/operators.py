@@ -1,4 +1,4 @@
-"""Counts PyTorch's operators."""
+"""Counts PyTorch operators and the elements that they read and write."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

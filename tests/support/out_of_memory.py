@@ -1,4 +1,4 @@
-"""A callback that asks for more memory than any machine has, after a step of a run that does not recompute everything."""
+"""A callback that allocates more memory than any machine has after a step, unless the run recomputes everything."""
 
 import torch
 

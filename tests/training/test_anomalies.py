@@ -1,4 +1,4 @@
-"""A step that must not be made is not made, anywhere; what did it is named; and a run goes on as its policy says."""
+"""Anomalous steps make no update on any rank, their cause is reported, and the run continues according to guard.policy."""
 
 import json
 import math

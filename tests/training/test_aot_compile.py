@@ -1,4 +1,4 @@
-"""`baton compile`: what a run launches is in the cache before it starts, for GPUs that are not here; and what is refused."""
+"""`baton compile`: a run's kernels are in the cache before it starts, also for GPUs of other machines; and its errors."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`baton tune`: the shapes of a run's kernels, the table, and what is refused."""
+"""`baton tune`: the shapes of a run's kernels, the table, and its errors."""
 
 import pytest
 import torch

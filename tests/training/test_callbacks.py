@@ -1,4 +1,4 @@
-"""A user's callbacks: loaded by module path or entry point, called at the documented points, refused with one line."""
+"""Custom callbacks: loaded by module path or entry point, called at the documented points, refused with one line."""
 
 import importlib.metadata
 import sys

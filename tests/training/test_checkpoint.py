@@ -1,4 +1,5 @@
-"""Checkpoints: any layout reads any other's, bit for bit; damage is found and named; nothing unsafe is unpickled."""
+"""Checkpoints: every layout loads those of every other one bit-exactly, damage is detected and located, and nothing is
+unpickled."""
 
 import contextlib
 import json

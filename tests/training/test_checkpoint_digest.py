@@ -1,4 +1,4 @@
-"""A tensor's checksum is the same however it is cut, and another one whenever a bit is another."""
+"""A tensor's checksum does not depend on how it is split, and changes with every bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the command line says of checkpoints, and weights that leave a run and begin another."""
+"""The checkpoint commands, and exporting weights from a run and starting another run from them."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""What a step's row says was consumed: the same for every layout, another for every mistake, and what a plain reading expects."""
+"""The checksum of consumed data in a step's row: equal for all layouts, different for every mistake, and equal to a plain
+computation."""
 
 import random
 

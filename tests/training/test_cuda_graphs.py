@@ -1,4 +1,4 @@
-"""Passes that are recorded and repeated: the same steps to the bit; on a CPU what is recorded is run again as it is."""
+"""CUDA graphs: recorded and replayed passes give bitwise the same steps. On a CPU, replaying runs the pass again."""
 
 import pytest
 import torch

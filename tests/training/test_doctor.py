@@ -1,4 +1,4 @@
-"""What a model computes with is compared with its definition before the first step, and on demand."""
+"""A model's recurrences are compared with their references before the first step, and by `baton doctor`."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""What else must not depend on the layout: initial values, recomputation, rates, when a step is refused. Equality: test_grid."""
+"""Further properties that do not depend on the layout: initial values, recomputation, learning rates, rejected steps. See also
+test_grid."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The ledger: every second counted once, and what was worked in vain known as such."""
+"""The time ledger: every second is counted once, and time of steps that were lost is counted as lost."""
 
 import contextlib
 import itertools

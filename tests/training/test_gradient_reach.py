@@ -1,4 +1,4 @@
-"""What segments are for: something is learned whose cause lies many segments before its effect, unless the gradient is cut between.
+"""Gradients through segments: a dependency over many segments is learned, unless the gradient is truncated between them.
 
 Each sequence begins with a mark and a symbol; other symbols follow, and at the end that first one is asked for. To keep it, the
 model must learn to, and no loss but the last token's tells it so.

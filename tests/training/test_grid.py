@@ -1,4 +1,4 @@
-"""One answer on any layout: every mixer on tensor, pipeline, sequence and data ranks under ZeRO 0, 1 and 2 equals one process.
+"""The equality grid: every mixer with tensor, pipeline, context and data parallelism and ZeRO 0, 1 and 2 equals one process.
 
 Here each mixer meets every value of the factors and every layout, so every combination of them, meets a mixer; `make grid` runs all
 cells and writes docs/equality-grid.md.

@@ -1,4 +1,4 @@
-"""What lanes carry from step to step, in memory and in checkpoints."""
+"""The States that lanes carry from step to step, in memory and in checkpoints."""
 
 import itertools
 import zlib

@@ -1,4 +1,4 @@
-"""Looking at long context: validation in segments, loss by position, norms of States, and the record of a run that does it.
+"""Long-context evaluation: validation in segments, loss by position, norms of States, and the metrics of a run that uses it.
 
 Values are compared with numpy on one process, whole rows at once, on data, sequence, pipeline and tensor ranks. B'MOJO selects by
 its own scores; in float64 these leave nothing to chance.

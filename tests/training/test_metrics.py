@@ -1,4 +1,4 @@
-"""The record: continuous over restarts, and complete after a disk was full."""
+"""metrics.jsonl is continuous over restarts, and complete after the disk was full."""
 
 import json
 import math

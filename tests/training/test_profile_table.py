@@ -1,4 +1,4 @@
-"""A profile's table: every moment of a step is in one category, and kernels are known by name, launch and phase."""
+"""The profile's table: every moment of a step is in exactly one category, and kernels are classified by name, launch and phase."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Replicas: one bit that differs is found and named, on all ranks alike, before anything is saved; sound runs hear nothing."""
+"""The replica check: a single differing bit is detected and located on all ranks before a checkpoint is saved; equal replicas
+pass."""
 
 from pathlib import Path
 from unittest import mock

@@ -1,4 +1,4 @@
-"""The host memory of saves: what a plan counts, from the first save on, and no more after a hundred."""
+"""Host memory of asynchronous saves: it equals the plan from the first save on and does not grow over a hundred saves."""
 
 import json
 import os

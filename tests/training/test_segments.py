@@ -1,4 +1,4 @@
-"""Backpropagation through time in segments: the gradient is the unsegmented one, or a reference's that detaches where it is cut.
+"""Backpropagation through time in segments: the gradient equals the unsegmented one, or that of a reference that detaches States.
 
 Every mixer, on sequence ranks, pipeline stages and both, with packed documents. The gradients are those that a step is made of,
 summed over the ranks; the reference is plain autograd on one process. B'MOJO selects by the reference's scores.

@@ -1,4 +1,4 @@
-"""Tensor ranks that share the residual stream, each a part of the tokens, train the model that one process trains."""
+"""Training with sequence parallelism gives the model that one process trains."""
 
 import functools
 

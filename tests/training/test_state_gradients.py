@@ -1,4 +1,4 @@
-"""State gradients at boundaries and gradient reach: what is recorded is what plain autograd finds, and the plot shows it."""
+"""State gradients at boundaries and gradient reach: the recorded values equal plain autograd's, and they are plotted."""
 
 from functools import cache
 

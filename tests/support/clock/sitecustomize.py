@@ -1,4 +1,4 @@
-"""On a process's path, a system clock that jumps by up to days, back and forth, every few readings; monotonic clocks stay right."""
+"""A sitecustomize with a system clock that jumps by up to days every few readings; monotonic clocks are not changed."""
 
 import random
 import time
