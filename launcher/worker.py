@@ -74,7 +74,7 @@ def main() -> int:
             from baton.launcher.run_directory import say_out_of_memory
 
             said = " ".join(str(error).split())[:200]
-            say_out_of_memory(path.parent, int(os.environ["RANK"]), said)
+            say_out_of_memory(path.parent, int(os.environ.get("RANK", "0")), said)
             status, text = 1, f"out of memory ({said}); {_remedy(path)}"
         if status is None:
             raise
