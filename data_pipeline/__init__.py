@@ -7,6 +7,7 @@ In the order in which data passes through them:
     input_files       the input files of a preparation: folders are searched, links are followed
     records           the documents in an input file (formats: which format a file has; compressed, archive, parquet: reading it)
     prepare           prepare: input files to a dataset (prepare_plan: its folder and plan; prepare_workers: its worker processes)
+    token_files       documents of token ids in others' files; webdataset_index: index_shards, others' shards as a dataset
     verify            verify, inspect
     shards            the format on disk: a tar of documents, its index, and an index of units
     dataset           Dataset: a prepared dataset opened for reading (storage: folders, URLs, pipes; remote: http, retries, a cache)

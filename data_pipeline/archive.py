@@ -7,7 +7,7 @@ the JSON object .json. Every line of a member .jsonl is a record of its own. Oth
 import io
 import tarfile
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, cast
+from typing import BinaryIO, Literal, cast
 
 from baton.data_pipeline.compressed import DamagedError
 from baton.data_pipeline.input_files import Rejected
@@ -34,11 +34,16 @@ class _Member(tarfile.TarInfo):
             raise DamagedError(f"no tar header {where} ({error})") from error
 
 
+def open_tar(content: BinaryIO, mode: Literal["r|", "r:"]) -> tarfile.TarFile:
+    """A tar for reading, whose damage is an error (see `_Member`). Raises tarfile.TarError."""
+    return tarfile.open(fileobj=content, mode=mode, tarinfo=_Member)
+
+
 def read_tar(source: str, content: BinaryIO, text_field: str) -> Iterator[Record]:
     """The records of a tar, read from front to back. A record's number is the byte of its member's header (of its line, in a
     member of JSON lines), in the archive before compression. Raises DamagedError."""
     try:
-        with tarfile.open(fileobj=content, mode="r|", tarinfo=_Member) as archive:
+        with open_tar(content, "r|") as archive:
             yield from _records(source, archive, text_field)
     except tarfile.TarError as error:
         raise DamagedError(f"not a sound tar ({error})") from error
@@ -49,7 +54,7 @@ def read_samples(content: BinaryIO, read: Sequence[str]) -> Iterator[tuple[str, 
     member's header and its content (b"" unless the extension is in `read`). Raises DamagedError."""
     key, sample = "", cast(dict[str, tuple[int, bytes]], {})
     try:
-        with tarfile.open(fileobj=content, mode="r|", tarinfo=_Member) as archive:
+        with open_tar(content, "r|") as archive:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # it would keep every header of a long archive
                 if not member.isfile():

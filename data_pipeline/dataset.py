@@ -59,6 +59,10 @@ class Dataset:
     def __init__(self, location: Location, manifest: dict[str, Any]) -> None:
         self.location = location
         self.content: str = manifest["content"]
+        #: Extension of the members that hold the documents; "json" is of others' shards, whose text is a field of it.
+        self.member: str = manifest.get("member", EXTENSIONS[self.content])
+        #: Whether the tars are others' and indexed where they lie (`webdataset_index`).
+        self.foreign: bool = "member" in manifest
         self.tokenizer_fingerprint: str | None = manifest["tokenizer"]
         self.settings: dict[str, Any] = manifest["settings"]
         self.totals: dict[str, dict[str, int | None]] = manifest["totals"]
@@ -94,7 +98,9 @@ class Dataset:
                 raise DataError(
                     f"the dataset {path} is unfinished; run the same preparation again, it goes on where it was"
                 ) from error
-            raise DataError(f"no dataset at {path} ({DATASET}: {reason(error)}); prepare one, or correct the path") from error
+            others = location.folder is not None and any(location.folder.glob("*.tar"))
+            hint = "make one of its tars with `baton data index`" if others else "prepare one, or correct the path"
+            raise DataError(f"no dataset at {path} ({DATASET}: {reason(error)}); {hint}") from error
         except ValueError as error:
             raise DataError(f"{location.url(DATASET)} is damaged (not JSON: {error}); {_REMEDY}") from error
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -216,7 +222,8 @@ class Dataset:
 
     def read_short(self, shard: ShardSummary, first: int, count: int) -> list[bytes | None]:
         """As `read`, with None in place of long payloads (more than LONG_BYTES). See `LongPayloadReader`."""
-        long = (self.index(shard).sizes[first : first + count] > LONG_BYTES).tolist()
+        most = LONG_BYTES if self.member != "json" else 1 << 62  # a text inside JSON has no place of its own in the tar
+        long = (self.index(shard).sizes[first : first + count] > most).tolist()
         payloads: list[bytes | None] = []
         with ShardStream(self.location, shard.name) as stream:
             for is_long, samples in groupby(long):
@@ -225,7 +232,7 @@ class Dataset:
         return payloads
 
     def _payloads(self, stream: ShardStream, shard: ShardSummary, first: int, count: int) -> list[bytes]:
-        index, among, extension = self.index(shard), slice(first, first + count), f".{EXTENSIONS[self.content]}".encode()
+        index, among, extension = self.index(shard), slice(first, first + count), f".{self.member}".encode()
         columns = (column[among].tolist() for column in (index.offsets, index.sizes, index.crc32, index.ids))
         offsets, sizes, crcs, ids = columns
         begin, end = offsets[0], offsets[-1] + BLOCK + padded(sizes[-1])
@@ -242,8 +249,15 @@ class Dataset:
             payload = bytes(view[at + BLOCK : at + BLOCK + size])
             if not is_header_of(block, name + extension, size, at) or zlib.crc32(payload) != crc:
                 raise self.damaged(shard, i)
-            payloads.append(payload)
+            payloads.append(self.document(payload))
         return payloads
+
+    def document(self, payload: bytes) -> bytes:
+        """The document in a member: UTF-8 text or .npy token ids."""
+        if self.member != "json":
+            return payload
+        text: str = json.loads(payload)[self.settings["text_field"]]
+        return text.encode()
 
     def samples(self, split: str, batch: int = 64) -> Iterator[tuple[ShardSummary, int, bytes]]:
         """(shard, sample number, payload) of every document of a split, in index order, at most `batch` read at a time, fewer when
@@ -271,7 +285,7 @@ class Dataset:
     def is_header(self, shard: ShardSummary, sample: int, block: bytes) -> bool:
         """Whether 512 bytes are the tar header of this sample."""
         index = self.index(shard)
-        return is_header_of(block, f"{index.ids[sample].decode()}.{EXTENSIONS[self.content]}".encode(), int(index.sizes[sample]))
+        return is_header_of(block, f"{index.ids[sample].decode()}.{self.member}".encode(), int(index.sizes[sample]))
 
     def unreadable(self, shard: ShardSummary, sample: int, error: Exception) -> DataError | StorageError:
         """The error for a shard that cannot be read."""

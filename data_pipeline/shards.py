@@ -50,8 +50,8 @@ def padded(size: int) -> int:
 class Index:
     """The samples of a shard, one entry each in the order of the tar.
 
-    ids S32[n]; offsets int64[n], bytes from the shard's start to the sample's tar header; sizes int64[n], payload bytes; text_bytes
-    int64[n], UTF-8 bytes of the document's text; tokens int64[n], -1 where unknown; crc32 uint32[n] of the payload.
+    ids S32[n], or wider; offsets int64[n], bytes from the shard's start to the sample's tar header; sizes int64[n], payload bytes;
+    text_bytes int64[n], UTF-8 bytes of the document's text; tokens int64[n], -1 where unknown; crc32 uint32[n] of the payload.
     """
 
     ids: npt.NDArray[np.bytes_]
@@ -83,7 +83,8 @@ class Index:
                 columns = {name: arrays[name] for name in _DTYPES}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(f"the index {where} is damaged ({error}); restore it, or prepare the dataset again") from error
-        if any(columns[name].dtype != dtype or columns[name].shape != columns["ids"].shape for name, dtype in _DTYPES.items()):
+        widths = {**_DTYPES, "ids": f"S{max(32, columns['ids'].dtype.itemsize)}"}  # longer ones are of others' shards
+        if any(columns[name].dtype != dtype or columns[name].shape != columns["ids"].shape for name, dtype in widths.items()):
             raise DataError(f"the index {where} has columns of unexpected types; restore it, or prepare the dataset again")
         return cls(**columns)
 

@@ -19,7 +19,7 @@ from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.prepare import describe_totals
 from baton.data_pipeline.progress import Progress, shown
-from baton.data_pipeline.shards import BLOCK, EXTENSIONS, Index, ShardSummary, tokens_of
+from baton.data_pipeline.shards import BLOCK, Index, ShardSummary, tokens_of
 from baton.data_pipeline.storage import reason
 from baton.data_pipeline.tokenizer import load_tokenizer
 
@@ -67,7 +67,7 @@ def verify(
             advance(done, total)
     everything = np.concatenate(ids) if ids else np.zeros(0, "S32")
     repeated = len(everything) - len(np.unique(everything))
-    if repeated:
+    if repeated and not dataset.foreign:  # sample names of others need not differ between shards
         problems.append(f"{path}: {repeated} document ids occur more than once; prepare the dataset again")
     problems += _check_units(dataset, whole)
     problems += _check_totals(dataset)
@@ -95,16 +95,17 @@ def _check_shard(dataset: Dataset, shard: ShardSummary, index: Index) -> list[st
     known = int(index.tokens.sum()) if (index.tokens >= 0).all() else None
     if known != shard.tokens:
         found.append(f"{where}: the index counts {known} tokens, dataset.json {shard.tokens}")
-    extension = EXTENSIONS[dataset.content]
     number = 0
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for member in tar:
+                if dataset.foreign and (number >= len(index) or member.name != _name(dataset, index, number)):
+                    continue  # other members, and samples that are left out
                 if number >= len(index):
                     return [*found, f"{where} holds more documents than the {len(index)} of its index"]
                 handle = tar.extractfile(member)
                 payload = handle.read() if handle is not None else b""
-                problem = _check_sample(dataset, index, number, member, payload, extension)
+                problem = _check_sample(dataset, index, number, member, payload)
                 if problem:
                     found.append(f"{where}, document {index.ids[number].decode()}: {problem}")
                 number += 1
@@ -115,15 +116,21 @@ def _check_shard(dataset: Dataset, shard: ShardSummary, index: Index) -> list[st
     return found
 
 
-def _check_sample(dataset: Dataset, index: Index, i: int, member: tarfile.TarInfo, payload: bytes, extension: str) -> str:
-    if member.name != f"{index.ids[i].decode()}.{extension}":
+def _name(dataset: Dataset, index: Index, i: int) -> str:
+    return f"{index.ids[i].decode()}.{dataset.member}"
+
+
+def _check_sample(dataset: Dataset, index: Index, i: int, member: tarfile.TarInfo, payload: bytes) -> str:
+    if member.name != _name(dataset, index, i):
         return f"the tar has {member.name} in its place"
-    if member.offset != index.offsets[i] or len(payload) != index.sizes[i] or member.offset_data != member.offset + BLOCK:
+    plain = dataset.foreign or member.offset_data == member.offset + BLOCK
+    if member.offset_data - BLOCK != index.offsets[i] or len(payload) != index.sizes[i] or not plain:
         return "it is not where, or not as long as, the index says"
     if zlib.crc32(payload) != index.crc32[i]:
         return "its content is damaged (crc32 differs)"
     try:
         if dataset.content == "text":
+            payload = dataset.document(payload)
             payload.decode()
             return "" if len(payload) == index.text_bytes[i] else "the index gives another number of text bytes"
         return "" if len(tokens_of(payload)) == index.tokens[i] else "the index gives another number of tokens"

@@ -6,7 +6,7 @@ from baton.launcher.cli.arguments import Subparsers, add_command, add_group, pos
 
 
 def add(commands: Subparsers) -> None:
-    data = add_group(commands, "data", "prepare, verify and inspect datasets")
+    data = add_group(commands, "data", "prepare, index, verify and inspect datasets")
     prepare = add_command(data, "prepare", _prepare, "turn text into WebDataset shards of documents")
     kinds = "folders; text, JSON lines or arrays, WebDataset .tar (each also .gz, .zst, .xz, .bz2), .parquet, .arrow; with --ids: "
     kinds += "Megatron's .bin with .idx, flat .bin and .npy, lists in .parquet and .arrow, .npy in .tar"
@@ -24,6 +24,13 @@ def add(commands: Subparsers) -> None:
     prepare.add_argument("--shard-bytes", type=positive_int, help="text bytes per shard (default 256 MiB)")
     prepare.add_argument("--validation-fraction", type=float, help="share of documents held out, by content hash (default 0.02)")
     prepare.add_argument("--text-field", help="field or column that holds the text (default text)")
+    index = add_command(data, "index", _index, "make a dataset of WebDataset shards where they lie: an index beside each tar")
+    index.add_argument("folder", help="a folder of .tar whose samples have .txt, .json or .npy members")
+    index.add_argument("--validation-shards", metavar="GLOB", help="names of the tars that are held out (default: none)")
+    index.add_argument("--text-field", help="field of .json members that holds the text (default text)")
+    index.add_argument("--tokenizer", help="the tokenizer that made the ids of .npy members")
+    index.add_argument("--eod-token", help="the token between documents (default: the tokenizer's EOS token)")
+    index.add_argument("--workers", type=positive_int, help="processes (default: the usable cores)")
     verify = add_command(data, "verify", _verify, "check every checksum and count of a dataset")
     verify.add_argument("dataset")
     inspect = add_command(data, "inspect", _inspect, "what is in a dataset")
@@ -49,6 +56,14 @@ def _prepare(arguments: argparse.Namespace) -> None:
     )
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     print(prepare(arguments.inputs, arguments.out, **given))
+
+
+def _index(arguments: argparse.Namespace) -> None:
+    from baton.data_pipeline.webdataset_index import index_shards
+
+    names = ("validation_shards", "text_field", "tokenizer", "eod_token", "workers")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    print(index_shards(arguments.folder, **given))
 
 
 def _verify(arguments: argparse.Namespace) -> None:

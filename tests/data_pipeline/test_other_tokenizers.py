@@ -59,6 +59,25 @@ def test_ids_are_the_librarys_whole_and_in_blocks(made, name):
         assert ours.eod_id not in expected
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", MAKERS)
+def test_ids_of_10_mb_are_the_librarys_whole_and_in_blocks(made, name):
+    """Documents of 10 bytes to 1 MB; their UTF-8 is damaged at random places, and read with U+FFFD there."""
+    ours, library = made[name]
+    rng = random.Random(f"long {name}")
+    seen = 0
+    while seen < 10 << 20:
+        content = bytearray(mixed_text(rng, rng.choice((2, 30, 500, 5_000, 80_000))).encode())
+        for _ in range(len(content) // 2000):
+            content[rng.randrange(len(content))] = rng.choice(b"\x80\xc3\xff\xf0")
+        text = content.decode(errors="replace")
+        expected = np.array(library(text), np.int32)
+        np.testing.assert_array_equal(ours.encode(text), expected)
+        parts = list(ours.encode_blocks(blocks_of(rng, text.encode())))
+        np.testing.assert_array_equal(np.concatenate(parts), expected)
+        seen += len(text.encode())
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.text(st.sampled_from("aZé \n\t\r.'s1語\u2581\u0301<>/|\u00a0"), max_size=60), st.integers(0, 10**6))
 def test_no_short_text_is_cut_wrongly(made, text, seed):

@@ -29,7 +29,7 @@ def test_a_run_is_killed_resumed_and_writes(inputs, launch, tmp_path, name):
     make, file, eod_token = MAKERS[name]
     make(tmp_path / file)
     words = (str(RUN), *SMALL, f"data.path={inputs.shards}", f"data.tokenizer={tmp_path / file}")
-    words += () if eod_token is None else (f"data.eod_token={eod_token}",)
+    words += () if eod_token is None else (f"data.eod_token='{eod_token}'",)  # else YAML's [ ]
     whole = launch(tmp_path / "whole", *words, where=tmp_path)
     running = launch(tmp_path / "killed", *words, where=tmp_path)
     ranks = running.wait_for_steps(1, 4)
