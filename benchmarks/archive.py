@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MACHINE_CODE = (".cubin", ".json")
-"""What a launch needs of a kernel's files; the others are what it was on the way."""
+"""The files of a kernel that a launch needs; the others are intermediate results of the compiler."""
 AUTOTUNED = ".autotune.json"
 KEYS = "keys.json"
 GROUP = "__grp__"
@@ -50,7 +50,7 @@ def record_cache_keys() -> Iterator[dict[str, str]]:
 
 
 def folder_of(key: str) -> str:
-    """A kernel's in the cache."""
+    """The files of a kernel in the cache."""
     from triton.runtime.cache import _base32
 
     return _base32(hashlib.sha256(key.encode()).hexdigest())

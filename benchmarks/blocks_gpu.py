@@ -167,7 +167,7 @@ class Inputs:
         return cls(hidden.bfloat16(), residual.requires_grad_(), pos, dy)
 
     def rounded(self) -> "Inputs":
-        """With the stream in bfloat16's digits."""
+        """With the residual stream rounded to bfloat16."""
         return replace(self, residual=self.residual.detach().bfloat16().float().requires_grad_())
 
 
@@ -213,7 +213,7 @@ def by_our_names(names: dict[str, tuple[str, ...]], theirs: Found) -> Found:
 
 
 def by_kernel(report: Report, case: str, step: Callable[[], Any]) -> None:
-    """Where the time of a call goes, the largest parts first."""
+    """Time of a call by kernel, the largest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(5):
             step()

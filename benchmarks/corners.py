@@ -157,7 +157,7 @@ def rank_main(rank: int, ranks: int, folder: str, mixers: list[str], steps: int)
 
 
 def all_layouts(mixers: list[str], ranks: int) -> list[dict[str, int]]:
-    """Of any mixer, once each, in the order of the corners."""
+    """The layouts of all mixers without repetition, in the order of the corners."""
     found: list[dict[str, int]] = []
     for layout in (layout for mixer in mixers for layout in layouts_of(mixer, ranks)):
         if layout not in found:
@@ -207,7 +207,7 @@ def main() -> None:
 
 
 def distance(values: list[float], others: list[float]) -> float:
-    """Largest relative difference of two runs' losses."""
+    """Largest relative difference between two runs' losses."""
     return max(abs(a - b) / b for a, b in zip(values, others, strict=True))
 
 

@@ -97,11 +97,11 @@ class Case:
         return cls(recurrence, inputs, state, pos, cotangents, moving)
 
     def tensors(self) -> list[Tensor]:
-        """All that exists before a run."""
+        """All tensors that exist before a run."""
         return [*self.inputs, *self.state.values(), self.pos, *self.cotangents]
 
     def go(self, form: Form) -> list[Tensor]:
-        """Forwards and backwards: outputs and gradients."""
+        """Runs forward and backward; returns outputs and gradients."""
         y, leaving = form(self.inputs, self.pos, self.state)
         outputs = [y, *(x for name, x in leaving.items() if name in self.moving)]
         leaves = [x for x in (*self.inputs, *self.state.values()) if x.requires_grad]
@@ -119,7 +119,7 @@ class Case:
 
 
 def largest_error(recurrence: Recurrence) -> float:
-    """Of outputs, leaving state and all gradients, each relative to its own size, in float64."""
+    """Relative errors of outputs, final State and all gradients, in float64."""
     case = Case.make(recurrence, GATE_LENGTH, torch.float64)
     pairs = zip(case.go(recurrence.run), case.go(recurrence.reference), strict=True)
     return max(float((ours - exact).detach().norm() / exact.detach().norm().clamp(min=1e-300)) for ours, exact in pairs)

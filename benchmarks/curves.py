@@ -47,11 +47,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     STREAM: {"residual_dtype": "bfloat16"},
 }
-"""What each changes of training's settings."""
+"""Settings that each variant changes."""
 
 
 def rank(config: Path, plain: bool) -> None:
-    """A run, in this process."""
+    """Runs one variant in this process."""
     if plain:
         import baton.kernels.compile.aot as ahead
 
@@ -64,7 +64,7 @@ def rank(config: Path, plain: bool) -> None:
 
 
 class Run:
-    """A form of a model, being trained in a process of its own. where: its folder."""
+    """A variant of a model that is trained in a process of its own. where: its folder."""
 
     def __init__(self, model: str, form: str, folder: Path, arguments: argparse.Namespace) -> None:
         self.name, self.steps = f"{model}, {form}", arguments.steps
@@ -122,7 +122,7 @@ class Run:
 
 
 def drift(a: list[float], b: list[float]) -> float:
-    """Root mean square of relative differences over the later half."""
+    """Root mean square of the relative differences over the second half of the steps."""
     pairs = list(zip(a, b, strict=True))[len(a) // 2 :]
     return math.sqrt(sum(((x - y) / y) ** 2 for x, y in pairs) / len(pairs))
 
@@ -133,7 +133,7 @@ def mean_of_last(curve: list[float]) -> float:
 
 
 def one_model(report: Report, model: str, runs: dict[str, Run], deadline: float) -> bool:
-    """Whether all its runs were done in time."""
+    """Whether all runs of a model finished in time."""
     whole = {form: run.losses(deadline - time.monotonic()) for form, run in runs.items()}
     steps, wanted = min(map(len, whole.values())), next(iter(runs.values())).steps
     for form, curve in whole.items():

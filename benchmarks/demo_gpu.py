@@ -28,7 +28,7 @@ BATON = [sys.executable, "-P", "-m", "baton.launcher.cli"]
 
 
 def prepare(folder: Path) -> None:
-    """A part of what `make demo` learns from: Python's standard library."""
+    """A part of `make demo`'s text: Python's standard library."""
     source = sysconfig.get_paths()["stdlib"]
     words = ["--include", "*.py", *(word for name in ("site-packages", "test", "tests") for word in ("--exclude", name))]
     command = [*BATON, "data", "prepare", source, "--out", str(folder / "shards"), *words, "--validation-fraction", "0.03"]

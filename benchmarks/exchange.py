@@ -95,7 +95,7 @@ class Ranked:
 
     @contextmanager
     def form(self, form: str) -> Iterator[None]:
-        """Within it passes have this form."""
+        """Context in which passes use this variant."""
         self.forward_context = ForwardContext({"steps": self.itself, "alone": None, "all-to-all": None}.get(form, self.link))
         if form in ("ring", "early", "all_gather"):
             self.link.exchange = form  # type: ignore[assignment]
@@ -171,7 +171,7 @@ class Ranked:
         }
 
     def _timed(self, run: Callable[[], Tensor]) -> tuple[float, Tensor]:
-        """ms from a barrier on, and the result."""
+        """Milliseconds since a barrier, and the result."""
         dist.barrier()
         if self.mesh.device.type == "cpu":
             began = time.perf_counter()
@@ -190,7 +190,7 @@ class Ranked:
 
 
 def launch(name: str, ranks: int, tokens: int, gate_dtype: str = "bfloat16") -> None:
-    """All that is launched, on the meta device: for ahead.py."""
+    """Launches all kernels on the meta device, for ahead.py."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     layout, config = LayoutConfig(context=ranks, context_comm="all_gather"), model_of(name, GATE_LAYERS, False)

@@ -1,7 +1,7 @@
 """Where a step's time went, from profiles in train_step.py's log, beside the least time that the work of each line could take.
 
-The least time follows from an H200's data sheet and from what the line cannot do without: multiplications of matrix products,
-bytes that have to be read and written once each way, or exponentials. `make tables` (tables.py) writes docs/floors.md.
+The least time follows from an H200's data sheet and from the necessary work of a category: matmul FLOPs, bytes that have to be read
+and written once per direction, or exponentials. `make tables` (tables.py) writes docs/floors.md.
 """
 
 import re
@@ -31,9 +31,9 @@ MODELS = {
 }
 """Cases of train_step.py whose profiles the page shows, and their models in configs/models."""
 FLOPS, BYTES = 989e12, 4.8e12
-"""Of an H200 in a second: dense bfloat16, memory."""
+"""Rates of an H200 per second: dense bfloat16 FLOPs, bytes of memory traffic."""
 EXPONENTIALS = 132 * 16 * 1.755e9
-"""The same: of so many processors, each 16 in a cycle."""
+"""Exponentials per second: 16 per cycle and SM."""
 LOW, WIDE = 2, 4  # bytes of a number in the compute type, and in float32
 OF_PARAMETER = 4 + (4 + 8 + 8 + 8) + 4 + 2
 """Bytes an update moves: the gradient for its norm; the gradient, master and moments for AdamW; the parameter and its copy."""
@@ -48,7 +48,7 @@ _ROW = re.compile(r"^  ([a-z][a-z ]*?) {2,}([\d,]+\.\d\d) +[\d.]+%")
 
 
 class Least(NamedTuple):
-    """Seconds, and by what."""
+    """The least time in seconds, and the resource that limits it."""
 
     seconds: float
     why: str
@@ -85,7 +85,7 @@ def read(log: str, case: str) -> Profile:
 
 
 def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int) -> dict[str, Least]:
-    """By category; what has no entry could take nothing, or is not counted."""
+    """The least time by category. Categories without an entry have no necessary work, or are not counted."""
     assert model.vocab_size is not None
     d, kinds = model.d_model, [model.mixers[name] for layer in model.layers for name in layer]
     products = sum(p.numel * p.uses for kind in kinds for p in kind.costs(d).parameters) + model.padded_vocab_size * d

@@ -22,7 +22,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ENDING_S = 10.0
-"""What a job gets to end in when it is told to."""
+"""Seconds for a job to end when it is asked to."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ JOBS = (
     benchmark("exchange", "exchange", "--repetitions 6 --warm-up 2", 100, gpus=0),
     benchmark("scaling", "scaling", "--warm-up 1 --steps 2 --selective --reserve 30", 400, gpus=0),
 )
-"""In the order in which they begin."""
+"""Jobs in the order in which they start."""
 
 
 class Run:
-    """Jobs on GPUs until a deadline."""
+    """Runs jobs on GPUs until a deadline."""
 
     def __init__(self, gpus: int, seconds: float, logs: Path) -> None:
         self.gpus, self.logs = gpus, logs
@@ -146,7 +146,7 @@ class Run:
 
 
 def chosen(names: str) -> list[Job]:
-    """Those whose names begin so, in the order of the words; all, if there is none."""
+    """The jobs whose names start with one of the words, in the order of the words; all jobs without words."""
     words = [word for word in names.split(",") if word]
     return [job for word in words for job in JOBS if job.name.startswith(word)] if words else list(JOBS)
 

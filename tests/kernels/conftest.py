@@ -1,5 +1,5 @@
-"""Every test of this folder runs on poisoned memory: whatever torch.empty and its relatives return is full of NaN. No kernel
-that Triton interprets reads or writes beyond its arguments, and bfloat16 is what it is on a GPU."""
+"""Fixtures for all tests of this folder: memory of torch.empty is filled with NaN, interpreted kernels are checked for
+out-of-bounds accesses, and the interpreter's bfloat16 arithmetic is that of a GPU."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""An archive of compiled kernels is found by an installation of Triton that calls them something else, at another path."""
+"""An archive of compiled kernels works for an installation of Triton with other cache keys and at another path."""
 
 import os
 import shutil

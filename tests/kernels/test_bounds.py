@@ -1,4 +1,4 @@
-"""The watch over interpreted kernels' memory, which is on in every test of this folder, itself."""
+"""Tests of the bounds checker for interpreted kernels, which is active in every test of this folder."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Kernels are compiled in several processes, the dearest first, with progress; one that fails is named, and is the only one."""
+"""Kernels are compiled in several processes, the slowest first, with progress; a kernel that fails is named and does not affect
+others."""
 
 import faulthandler
 import os
@@ -74,7 +75,7 @@ def test_kernels_in_the_table_exist():
 
 
 def test_progress_is_said_while_a_kernel_takes_long(monkeypatch):
-    """The estimate learns from what has ended."""
+    """The estimate is corrected by the jobs that have ended."""
     monkeypatch.setattr(pool, "SAY_S", 0.02)
     lines = []
     compile_all([Job(f"m.{n}", lambda: time.sleep(0.2)) for n in range(3)], "sm_90, NVIDIA H100", 1, lines.append)

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that are not here, and keep everything in registers.
+"""The Triton kernels compile for GPUs that this machine does not have, without register spills.
 
 One configuration of each kernel for an H200 in the default suite; all of them on all architectures in the long form.
 """

@@ -1,4 +1,5 @@
-"""What is particular to the delta rule: recall, its transition, its decays, other people's forms, memory. The law: test_law.py."""
+"""Properties of the delta rule: recall, transition, decays, other libraries' forms, memory. Split invariance is tested in
+test_law.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The shared exponential: right, and with bits that do not depend on an element's place."""
+"""The in-place exponential is accurate, and its bits do not depend on an element's position."""
 
 import pytest
 import torch

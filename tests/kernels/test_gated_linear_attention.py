@@ -1,4 +1,5 @@
-"""What is particular to gated linear attention: other forms, other people's, strong and weak gates, memory. The law: test_law."""
+"""Properties of gated linear attention: equivalent forms, other libraries' forms, strong and weak gates, memory. Split invariance
+is tested in test_law.py."""
 
 import pytest
 import torch

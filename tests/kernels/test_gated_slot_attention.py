@@ -1,4 +1,5 @@
-"""What is particular to gated slot attention: two passes, links, slots as averages, others' forms, memory. The law: test_law."""
+"""Properties of gated slot attention: two passes, slot activations, slots as averages, other libraries' forms, memory. Split
+invariance is tested in test_law.py."""
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
-"""Triton's interpreter as the tests change it: its bfloat16 (`support.bfloat16`) is PyTorch's to the bit, a comparison of
-scalars masks a block, and a constant times a tensor is a tensor (`support.interpreter`). As it comes, none of it holds in every
-version."""
+"""The corrections of Triton's interpreter: its bfloat16 (`support.bfloat16`) equals PyTorch's bitwise, a scalar comparison can
+mask a block, and a constant times a tensor is a tensor (`support.interpreter`)."""
 
 import numpy as np
 import pytest

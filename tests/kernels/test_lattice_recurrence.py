@@ -1,4 +1,4 @@
-"""Properties of Lattice's recurrence: its geometry, its two forms, its limits and its memory.
+"""Properties of Lattice's recurrence: geometry, its two implementations, limits and memory.
 
 Split invariance is tested in test_law.py, long runs in test_lattice_recurrence_long.py.
 """

@@ -1,4 +1,4 @@
-"""The table of launch configurations: what it holds, which row counts, and what finds its rows."""
+"""The table of launch configurations: its contents, the precedence of rows, and the search that finds them."""
 
 import dataclasses
 import json
@@ -91,7 +91,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kernel", LAUNCH_CONFIGS)
 def test_tuning_returns_a_configuration_that_computes_the_same(kernel, monkeypatch):
-    """By the same kernels, interpreted; what is quickest there means nothing, that it computes the same does."""
+    """With interpreted kernels: times are meaningless there, but results must be equal."""
     monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {
         diagonal_scan.KERNEL: ({"min_programs": (1, 2048)}, {"block_t": (8, 7), "prefetch_t": (1,)}),
         short_conv.KERNEL: ({"block_t": (4, 8)},),
@@ -122,7 +122,7 @@ def test_tuning_returns_a_configuration_that_computes_the_same(kernel, monkeypat
 
 
 def test_a_configuration_that_computes_something_else_is_not_taken(monkeypatch):
-    """However quick they are."""
+    """Even if they are faster."""
     request = Request(short_conv.KERNEL, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     run, quick = short_conv.short_conv_triton, iter((2.0, 1.0, 1.0, 1.0))
     monkeypatch.setattr("baton.kernels.compile.autotune._milliseconds", lambda *_: next(quick))
@@ -139,7 +139,7 @@ def test_a_configuration_that_computes_something_else_is_not_taken(monkeypatch):
 
 
 def test_a_candidate_that_the_gpu_fails_on_is_named(monkeypatch):
-    """With it goes the GPU's context, so nothing else can be timed."""
+    """The CUDA context is unusable after it, so no other candidate can be timed."""
     request = Request(short_conv.KERNEL, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     run = short_conv.short_conv_triton
     monkeypatch.setattr("baton.kernels.compile.autotune._milliseconds", lambda *_: 1.0)

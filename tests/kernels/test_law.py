@@ -1,4 +1,5 @@
-"""The law, for every recurrence: splitting a sequence anywhere changes neither outputs nor gradients, documents packed or not."""
+"""Split invariance of every recurrence: splitting a sequence anywhere changes neither outputs nor gradients, with and without
+packing."""
 
 import itertools
 
@@ -142,7 +143,7 @@ def _assert_pieces_equal_whole(recurrence, example, pos, many_cuts) -> None:
     (test_splitting_at_many_points_changes_nothing, CUT_SPANS),
 ], ids=["fast form", "many points"])  # fmt: skip
 def test_many_examples(recurrence: Recurrence, test, drawn):
-    """Of the two tests above."""
+    """Inputs for the two tests above."""
 
     def holds(**example):
         test.hypothesis.inner_test(recurrence, **example)
@@ -220,7 +221,8 @@ def test_prepare_and_run_is_the_run(recurrence: SequentialRecurrence):
 def test_leave_and_outputs_are_the_run_and_so_are_their_gradients(
     recurrence: StateFirstRecurrence, seed: int, batch: int, length: int, start_probability: float
 ):
-    """Outputs and State to the bit; outputs and leave are pulled back apart, as when the leaving State's cotangent comes later."""
+    """Outputs and State are bitwise equal. Gradients of outputs and of the final State are computed separately, as when the latter
+    arrives later."""
     generator = seeded(seed)
     example = recurrence.example(generator, batch, length, torch.float64, wide=False)
     pos = _positions(recurrence, generator, batch, length, start_probability)
@@ -245,7 +247,7 @@ def test_leave_and_outputs_are_the_run_and_so_are_their_gradients(
 def test_outputs_alone_are_the_runs_and_so_are_their_gradients(
     recurrence: Recurrence, seed: int, batch: int, length: int, start_probability: float
 ):
-    """To the bit, whether a State enters or nothing was read before."""
+    """Bitwise equal, with and without an entering State."""
     generator = seeded(seed)
     example = recurrence.example(generator, batch, length, torch.float64, wide=False)
     pos = _positions(recurrence, generator, batch, length, start_probability)
@@ -291,7 +293,7 @@ def _doubled(inputs, state):
 
 
 def _lowered(recurrence, example, dtype):
-    """Inputs along time in a lower precision, the state in what that makes of it."""
+    """Time inputs in a lower precision, and the State in the dtype that follows from it."""
     inputs, state = example
     inputs = (*(x.to(dtype) for x in inputs[: recurrence.num_time_inputs]), *inputs[recurrence.num_time_inputs :])
     return inputs, {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.state_specs(inputs)}
@@ -448,7 +450,7 @@ def test_bfloat16_is_as_good_as_its_inputs(recurrence: Recurrence):
 
 @every_recurrence
 def test_a_nan_stays_in_its_lane_and_is_not_swallowed(recurrence: Recurrence):
-    """It is not refused: a kernel that raised on one rank would leave the others waiting. The step's finite check stops all."""
+    """No error is raised: an exception on one rank would leave the others waiting. The step's finite check stops all ranks."""
     inputs, state = recurrence.example(seeded(57), 2, 9, torch.float32, wide=False)
     pos = no_starts(recurrence, 2, 9)
     y, leaving = recurrence.run(inputs, pos, state)

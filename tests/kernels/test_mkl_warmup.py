@@ -1,4 +1,4 @@
-"""The first call of an elementary function gives what later ones give, however many threads make it together."""
+"""The first call of an elementary function gives the same values as later calls, also if several threads call it at once."""
 
 import re
 import subprocess

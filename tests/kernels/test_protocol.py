@@ -1,4 +1,4 @@
-"""A State survives being zeroed, cut off, shipped as one message and checked."""
+"""Operations on a State: zeroing, detaching, flattening into one message, checking."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_a_state_that_is_not_as_described_is_refused_by_name():
 
 
 def test_what_was_not_wanted_is_taken_for_no_state():
-    """By nobody: not to be shipped, detached, saved or computed with."""
+    """Sending, detaching, saving or computing with it raises an error."""
     state = protocol.absent_state(LEAVES)
     assert list(state) == [leaf.name for leaf in LEAVES]
     said = r"^state: h was not made: the pass that it leaves was told that no State is wanted of it$"

@@ -1,4 +1,4 @@
-"""Ops only read what they are given: no bit of an input, an entering State or an incoming cotangent changes, forwards or backwards.
+"""Ops do not modify their inputs: no bit of an input, an entering State or an output gradient changes, forward or backward.
 
 Tensors come in every layout that a caller may have. All of their memory is compared, also the elements beside a view.
 """
@@ -115,7 +115,7 @@ def example(recurrence: Recurrence, device: torch.device, length: int, start: bo
 
 
 def split(recurrence: Recurrence, tensors: Sequence[Tensor]) -> tuple[Inputs, State, Tensor | None]:
-    """The other way round."""
+    """The inverse."""
     n, names = (
         len(recurrence.input_names),
         [leaf.name for leaf in recurrence.state_specs(tuple(tensors[: len(recurrence.input_names)]))],

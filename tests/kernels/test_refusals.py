@@ -1,4 +1,4 @@
-"""Whatever does not fit is refused by name, with its shape and the expected one: nothing broadcasts by accident."""
+"""Arguments of a wrong shape or dtype raise a KernelError that names them with the expected shape; nothing is broadcast."""
 
 import re
 from collections.abc import Callable
@@ -159,7 +159,7 @@ def test_unknown_choices_are_refused_with_the_known_ones():
 
 
 def _wrong_leaves(leaf: torch.Tensor) -> dict[str, Any]:
-    """What could be given by mistake for a tensor of a State."""
+    """Invalid values for a tensor of a State."""
     other = torch.int64 if leaf.is_floating_point() else torch.float32
     return {
         "tuple": (leaf,),

@@ -1,4 +1,5 @@
-"""`selective_scan_fn` against a loop over the paper's equations in mamba_ssm's layout: values, gradients, and split sequences."""
+"""`selective_scan_fn` compared with a loop over the paper's equations in mamba_ssm's layout: values, gradients, and split
+sequences."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Cross-entropy's halves on parts of the columns, in PyTorch and in Triton, against torch's in float64."""
+"""The two halves of cross-entropy on a part of the columns, in PyTorch and in Triton, compared with torch's in float64."""
 
 from functools import partial
 
@@ -61,7 +61,7 @@ def test_views_are_taken_as_what_they_show(form):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_launch_configs_of_runs(dtype):
-    """A vocabulary of the usual size."""
+    """Compiled on a GPU with a vocabulary of the usual size."""
     logits, labels = 5 * torch.randn(300, 50280, generator=seeded(0)), torch.randint(-1, 50280, (300,), generator=seeded(1))
     logits = logits.to(dtype)
     leaf = logits.double().requires_grad_()

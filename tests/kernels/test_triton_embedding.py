@@ -1,4 +1,4 @@
-"""An embedding's gradient in Triton against float64; on a CPU the same kernels are interpreted."""
+"""The embedding's gradient in Triton compared with float64; on a CPU the kernels are interpreted."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ from baton.kernels.errors import KernelError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMIT = 1e-6
-"""Of either type of rows: they are summed in float32."""
+"""For both dtypes of rows; sums are float32."""
 VOCABULARY = 50
 
 
 def ids_of(kind, tokens):
-    """Ids of a vocabulary of 50, some of them of no row."""
+    """Ids for a vocabulary of 50, some of them outside of this rank's rows."""
     g = seeded(1)
     if kind == "distinct":
         return torch.randperm(VOCABULARY, generator=g)[:tokens]
@@ -35,7 +35,8 @@ def ids_of(kind, tokens):
 
 
 def compare(run, ids, width, dtype, vocabulary=VOCABULARY, *, fresh=False):
-    """On top of what is there, or of zeros; twice the same bits. Rows of no id are of no finite number: nobody reads them."""
+    """Added to existing gradients or to zeros, twice with the same bits. Gradient rows for ids without a row are NaN: they are not
+    read."""
     g = seeded(0)
     rows = torch.randn(len(ids), width, generator=g).to(dtype)
     before = torch.zeros(vocabulary, width) if fresh else torch.randn(vocabulary, width, generator=g)
@@ -105,7 +106,7 @@ def test_the_sizes_of_runs(dtype):
 
 @pytest.mark.gpu
 def test_a_graph_repeats_it_for_other_ids():
-    """Nothing in it hangs on which ids there are."""
+    """The result does not depend on which ids are present."""
     ids, rows, into = torch.zeros(5000, dtype=torch.int64).cuda(), torch.randn(5000, 96).cuda(), torch.zeros(300, 96).cuda()
     add_rows(into, ids, rows)
     graph = torch.cuda.CUDAGraph()

@@ -95,7 +95,7 @@ def test_outputs_and_gradients_are_the_definitions(gate, starts):
 
 @pytest.mark.parametrize("gate", SIZES)
 def test_a_sequence_may_be_cut_into_pieces(gate):
-    """Where heads and states give too few programs."""
+    """If heads and states give too few programs."""
     heads = SIZES[gate][2:5]
     compare(gate, (1, 130, *heads, 6, 5), replace(SMALL, target_programs=1 << 20), starts=gate in ("none", "key"))
 

@@ -21,7 +21,7 @@ from baton.launcher.cli import main
 
 @pytest.fixture
 def refused(tmp_path, capsys):
-    """A function: `baton train` in this process; its one-line refusal, with nothing written."""
+    """A function that runs `baton train` in this process, checks that nothing is written, and returns the one-line error."""
 
     def run(path, *words):
         assert main(["train", str(path), f"directory={tmp_path / 'run'}", *words]) == 2
@@ -34,7 +34,7 @@ def refused(tmp_path, capsys):
 
 @pytest.fixture
 def ended(inputs, launch, tmp_path):
-    """A function: `baton train` on one rank, that a rank refuses to go on with; the one line of the command."""
+    """A function that runs `baton train` on one rank, which ends with an error, and returns the command's one line."""
 
     def run(place, *words):
         where = (f"data.path={place}", f"data.tokenizer={inputs.tokenizer}", "layout.data=1", "data.workers=1")
@@ -49,7 +49,7 @@ def ended(inputs, launch, tmp_path):
 
 @pytest.fixture
 def served(inputs, copy_of):
-    """A copy of the corpus behind http: its folder, its URL, and a set of names of files whose answers end half-way."""
+    """A copy of the corpus on an HTTP server: its folder, its URL, and the set of file names whose responses are cut short."""
     folder, cut = copy_of(inputs.shards), set()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -76,7 +76,7 @@ def change_manifest(folder, change):
 
 
 def rewrite_index(folder, number, change):
-    """Change a shard's index, and let dataset.json agree with it."""
+    """Changes a shard's index, and dataset.json accordingly."""
     shard = Dataset.open(folder).shards["train"][number]
     place = folder / index_name(shard.name)
     columns = asdict(Index.from_bytes(place.read_bytes(), ""))
@@ -109,7 +109,7 @@ def test_weights_that_do_not_sum(refused, inputs, tmp_path):
 
 @pytest.mark.parametrize("content", ["text", "tokens"])
 def test_a_corpus_smaller_than_one_batch(refused, inputs, tmp_path, content):
-    """To the token, though a text does not say how many it has."""
+    """The limit is exact, although the number of tokens of a text is not stored."""
     folder, model = (inputs.shards, inputs.tokenizer) if content == "text" else (inputs.tokens, inputs.other)
     tokenizer = load_tokenizer(model)
     tokens = sum(1 + len(tokenizer.encode(text)) for text in documents(Dataset.open(folder), "train", tokenizer))

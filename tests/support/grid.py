@@ -3,8 +3,8 @@
 A cell is a mixer on a layout; it trains a small model for a few steps through DeepSpeed, megatron-core and the executor. What it is
 compared with is one process of plain PyTorch: autograd, torch's AdamW and clipping, the whole batch at once.
 
-B'MOJO selects tokens by scores, so its law reads: equal, given equal selections. In the grid its scores are those of the one
-process; a second run with its own scores reports which selections differ, and by how much of a score.
+B'MOJO selects tokens by scores, so its results are only equal for equal selections. In the grid it uses the scores of the one
+process; a second run with its own scores reports which selections differ, and by how much the scores do.
 """
 
 import itertools
@@ -79,7 +79,7 @@ LAYOUTS = tuple(
 
 
 def legal(mixer: str) -> tuple[Layout, ...]:
-    """The layouts on which a mixer can run: what grows with the document is handed to nobody."""
+    """The layouts on which a mixer can run; a State that grows with the document cannot be sent."""
     grows = mixer in kinds() and kinds()[mixer].small().state_grows
     return tuple(layout for layout in LAYOUTS if not (grows and layout.context > 1))
 
@@ -187,7 +187,7 @@ def _blocks(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, Tensor
 
 @dataclass
 class Share:
-    """What a rank brings home. boxes: (whole shape, offset, values) of the optimizer's tensors; parameters: of its stage, whole."""
+    """The results of a rank. boxes: (whole shape, offset, values) of the optimizer's tensors; parameters: of its stage, whole."""
 
     rows: list[tuple[float, float, int]]
     boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]]

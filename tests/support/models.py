@@ -14,8 +14,8 @@ SEQUENCES, SEQUENCE_LENGTH = 8, 24
 
 
 def model_of(mixer):
-    """The small model, or one of another mixer; "hybrid": layers of several sub-blocks, and a head of its own; "bare": gated scans
-    without what their settings can leave out."""
+    """A small model of the mixer's `small` settings (`MixerConfig.small`). "hybrid": layers with several sub-blocks and an untied
+    head. "bare": gated scans without their optional parts."""
     if mixer == "mamba":
         return MODEL
     pattern = {"hybrid": ["mamba+swiglu", "longhorn"], "bare": ["mamba", "longhorn"]}.get(mixer, [mixer])
@@ -29,7 +29,7 @@ def model_of(mixer):
 
 
 def training(**changes) -> TrainingConfig:
-    """Settings with a clip that is active and a learning rate that moves."""
+    """Settings with active gradient clipping and a changing learning rate."""
     values = {
         "steps": 5,
         "sequence_length": SEQUENCE_LENGTH,
@@ -43,7 +43,7 @@ def training(**changes) -> TrainingConfig:
 
 
 def step_batch(step: int) -> Batch:
-    """The global batch of a step: packed documents of unequal length, a few labels ignored."""
+    """The global batch of a step: packed documents of different lengths, with a few ignored labels."""
     g = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(61, (SEQUENCES, SEQUENCE_LENGTH), generator=g)
     labels = torch.randint(61, (SEQUENCES, SEQUENCE_LENGTH), generator=g)
