@@ -19,6 +19,7 @@ from baton.data_pipeline.evaluation import evaluation_batches
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.data_pipeline.tokenizer_training import train_tokenizer
+from baton.launcher.cli import main
 
 
 @pytest.fixture(scope="session")
@@ -190,6 +191,15 @@ def test_a_byte_level_tokenizer_of_ones_own_loses_nothing(tmp_path):
         with pytest.raises(DataError, match=what):
             train_tokenizer(texts, tmp_path / "none.json", size, kind="hf-bpe", threads=1)
     assert not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("hf-bpe", "tokenizer.json"), ("sentencepiece", "tokenizer.model")])
+def test_the_command_trains_either_kind(text_folder, tmp_path, capsys, kind, name):
+    out = tmp_path / name
+    assert main(["tokenizer", "train", str(text_folder), "--kind", kind, "--vocab-size", "300", "--out", str(out)]) == 0
+    ours = load_tokenizer(out)
+    assert (ours.vocab_size, ours.lossy) == (300, ())
+    assert ours.fingerprint[:16] in capsys.readouterr().out
 
 
 def test_a_lossy_tokenizer_is_reported_with_its_rates_and_bits_per_byte_divides_by_the_text(made, tmp_path, quiet):

@@ -21,6 +21,7 @@ from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.shards import tokens_of
 from baton.data_pipeline.verify import verify
+from baton.launcher.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +174,16 @@ def test_an_index_that_does_not_match_is_refused_before_anything_is_written(mega
     with pytest.raises(DataError, match=message):
         take(damaged_megatron(tmp_path / "in", what))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_refusal_is_one_line_and_status_2(megatron, tokenizer, tmp_path, capsys):
+    shutil.copytree(megatron.parent, tmp_path / "in")
+    path = damaged_megatron(tmp_path / "in", "a shorter bin")
+    words = ["data", "prepare", str(path), "--ids", "--tokenizer", tokenizer.path, "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: its index corpus.idx does not match it" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_ids_of_another_type_or_tokenizer_are_refused_before_anything_is_written(ids, take, tokenizer, tmp_path):

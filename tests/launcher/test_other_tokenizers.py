@@ -14,10 +14,10 @@ from baton.training.monitoring.metrics import read_metrics
 
 RUN = Path(str(files("baton.configs"))) / "runs/papers/mamba-130m-pile.yaml"
 SMALL = (
-    "device=cpu", "layout.data=1", "model.d_model=16", "model.n_layers=2", "model.vocab_size=null", "data.unit_documents=4",
-    "training.steps=16", "training.sequence_length=32", "training.global_batch_tokens=128", "training.micro_batch_size=2",
-    "training.compute_dtype=float32", "training.log_every=1", "training.schedule.warmup_steps=4", "training.checkpoint.every=3",
-    "training.evaluation.every=8", "training.evaluation.tokens=400",
+    "device=cpu", "layout.data=1", "model.d_model=16", "model.n_layers=1", "model.vocab_size=null", "data.unit_documents=4",
+    "training.steps=12", "training.sequence_length=32", "training.global_batch_tokens=128", "training.micro_batch_size=2",
+    "training.compute_dtype=float32", "training.log_every=1", "training.schedule.warmup_steps=4", "training.checkpoint.every=2",
+    "training.evaluation.every=6", "training.evaluation.tokens=400",
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_a_run_is_killed_resumed_and_writes(inputs, launch, tmp_path, name):
     assert (whole.status, resumed.status) == (0, 0), whole.err + resumed.err
     losses = [[(row["step"], row["loss"]) for row in ended.rows if row["kind"] == "train"] for ended in (whole, resumed)]
     assert losses[0] == losses[1]
-    assert [step for step, _ in losses[0]] == list(range(1, 17))
+    assert [step for step, _ in losses[0]] == list(range(1, 13))
     assert losses[0][-1][1] < losses[0][0][1], "it learns"
     lossy = load_tokenizer(tmp_path / file, eod_token).lossy
     assert ("the tokenizer is lossy" in (tmp_path / "whole/attempts/0001/rank-0.log").read_text()) == bool(lossy)
