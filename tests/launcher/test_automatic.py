@@ -117,8 +117,10 @@ def test_no_gpu_has_no_memory(monkeypatch):
 
 
 def test_a_run_that_is_out_of_memory_goes_on_with_settings_that_need_less(inputs, undisturbed, launch, tmp_path):
-    """On a CPU, where the choice is none until memory was short; two steps after the first checkpoint."""
+    """On a CPU, where the choice is none until memory was short; two steps after the first checkpoint. On one rank, compared with
+    the undisturbed run on two."""
     values = inputs.settings()
+    values["layout"] = {}
     values["training"]["callbacks"] = {"support.out_of_memory:AsksForTooMuch": {"after": 7}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     folder = tmp_path / "run"
@@ -135,9 +137,9 @@ def test_a_run_that_is_out_of_memory_goes_on_with_settings_that_need_less(inputs
     assert "set training.recompute=full" in ended.err
 
     def losses(run):
-        return [(row["step"], row["loss"]) for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
+        return {row["step"]: row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"}
 
-    assert losses(folder) == losses(undisturbed)
+    assert losses(folder) == pytest.approx(losses(undisturbed), rel=1e-5)
 
 
 def test_a_run_with_settings_of_its_own_ends_when_it_is_out_of_memory(inputs, launch, tmp_path):
