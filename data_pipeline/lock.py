@@ -107,7 +107,7 @@ def _lock_file(path: Path) -> Iterator[None]:
         written = os.write(handle, own)
         if written < len(own):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    except OSError:  # a lock file that names nobody would never be taken over
+    except OSError:  # a lock file without an owner's name would never be taken over
         path.unlink()
         raise
     finally:

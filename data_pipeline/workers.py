@@ -325,7 +325,7 @@ def _serve(
                 step += 1
     except (BrokenPipeError, ConnectionResetError):
         pass
-    except Exception as error:  # whoever listens raises it
+    except Exception as error:  # the reading process raises it
         kind = type(error).__name__
         text = str(error) if isinstance(error, EXPECTED) else f"{kind}: {error}"
         with suppress(BrokenPipeError, ConnectionResetError):

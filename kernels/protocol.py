@@ -112,8 +112,8 @@ def flat_nbytes(leaves: Sequence[StateSpec], batch: int) -> int:
 def to_flat(state: State, leaves: Sequence[StateSpec]) -> Tensor:
     """One contiguous message for a whole State: uint8 [flat_nbytes], each leaf in its own dtype, in the order of `leaves`.
 
-    The message is a copy and carries no gradient: whoever sends it also sends the cotangents back. Padding is zero, so equal
-    States make equal bytes.
+    The message is a copy and carries no gradient; the caller must send the State's gradient back. Padding is zero, so equal States
+    give equal bytes.
 
     Raises:
         KernelError: the State is not what `leaves` describe.

@@ -153,7 +153,7 @@ class Culprit:
             return None
         busy = [rank for rank, beat in beats.items() if not beat.waiting]
         if len(busy) == 1:
-            return cls(busy[0], f"{_place(beats[busy[0]])}, waiting for nobody")
+            return cls(busy[0], f"{_place(beats[busy[0]])}, waiting for no rank")
         # within a step all ranks of a layout without stages pass the same points, so the one with fewest has stayed behind
         (*least, rank), (*next_least, _) = sorted((beat.step, beat.count, rank) for rank, beat in beats.items())[:2]
         if least == next_least:

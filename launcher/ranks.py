@@ -63,7 +63,7 @@ class Rank:
             os.kill(pids[self._place], number)
         try:
             pid, status = os.waitpid(pids[self._place], os.WNOHANG)
-        except ChildProcessError:  # nobody knows how it ended
+        except ChildProcessError:  # its exit status is unknown
             self.returncode = -signal.SIGKILL
             return self.returncode
         if pid:

@@ -150,7 +150,7 @@ def _chosen(config: RunConfig, ranks: int | None) -> tuple[RunConfig, "Choice | 
     capacity = None if memory is None else automatic.capacity_of(memory, -(-(ranks or config.layout.world_size) // gpus))
     failed = []
     for path in sorted(config.folder.glob(f"attempts/*/{OUT_OF_MEMORY}")):
-        with suppress(ConfigError, OSError, ValueError):  # somebody removed it, or another version wrote it
+        with suppress(ConfigError, OSError, ValueError):  # it was removed, or another version wrote it
             if json.loads(path.read_text(encoding="utf-8"))["memory"] == memory:  # not on another kind of GPU
                 failed.append(automatic.planned_peak(with_known_vocabulary(read_config(path.with_name("config.yaml")))))
     peaks = [peak for peak in failed if peak is not None]
@@ -199,7 +199,7 @@ def changed_since_last_start(attempt: Path, config: RunConfig) -> dict[str, tupl
     for row in sorted(starts, key=lambda row: row["attempt"], reverse=True):
         try:
             before = read_config(attempt.with_name(f"{row['attempt']:04d}") / "config.yaml")
-        except ConfigError:  # somebody removed it, or another version wrote it
+        except ConfigError:  # it was removed, or another version wrote it
             return {}
         if row["step"] < before.training.steps:
             return {change.key: (change.old, change.new) for change in changes(before, config)}

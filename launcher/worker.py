@@ -136,7 +136,7 @@ def _import_for(path: Path) -> str:
     from baton.launcher.run_directory import read_config
 
     config = read_config(path)
-    # whoever started the ranks: too few of them would wait for the others before anything could be said
+    # checked before the rendezvous, where too few ranks would wait for the others without a message
     config.check_ranks(int(os.environ["WORLD_SIZE"]))
     from baton.parallel import comm_timing
 
@@ -168,7 +168,7 @@ def _run(path: Path) -> None:
 
     config = read_config(path)
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    # whoever started the ranks: too few of them would wait for the others before anything could be said
+    # checked before the rendezvous, where too few ranks would wait for the others without a message
     config.check_ranks(world_size)
     # before this process has to do with CUDA: what compiles is forked from it
     compiler = ahead.start(config) if local_rank == 0 else None

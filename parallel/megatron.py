@@ -6,8 +6,8 @@ Exports: ModelParallelConfig, parallel_state, tensor_parallel.
 TensorBoard. Its modules also decorate functions with torch.compile, which imports TorchDynamo and Inductor at once. Nothing here
 calls any of that, and together it takes 4 s of processor time in every process. Therefore:
 
-- A package's `__init__` does not run. A name that it would import is imported, alone, when somebody asks for it; for any other name
-  that it would define, it runs.
+- A package's `__init__` does not run. A name that it would import is imported, alone, at its first use; for any other name that it
+  would define, `__init__` runs.
 - torch.compile compiles when a function that it decorates is first called.
 - The optional import of DTensor fails, as in a PyTorch without it: nothing here makes a DTensor.
 

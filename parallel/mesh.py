@@ -68,7 +68,7 @@ def initialize(
     """Join the world and build the mesh's groups.
 
     layout: sizes; their product is the number of processes that call this. Its timeout_s also bounds every collective, unless
-    patience_s does: of ranks that somebody watches, who knows better which of them hangs.
+    patience_s does, for ranks that a watching process monitors, which identifies a hanging rank better than a timeout does.
     device: "cpu" (gloo), "cuda:i" (NCCL) or "meta" (torch's fake: this process stands for one of the world, and nothing is sent).
     store: where the processes meet.
     Raises LayoutError for a layout that cannot be.

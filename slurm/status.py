@@ -92,7 +92,7 @@ _STUCK = {
     "DependencyNeverSatisfied": "it never starts; `baton cancel` ends it, submit again without that dependency",
     "BadConstraints": "no node has what slurm.constraint and slurm.options ask for; `baton cancel`, and submit with others",
 }
-"""SLURM's reasons for a job that waits for somebody, not for nodes: what to do."""
+"""Advice for jobs that are pending for a reason other than free nodes, by SLURM's reason."""
 
 
 def _advice(job: dict[str, str]) -> str:

@@ -326,7 +326,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
 def _larger(
     given: RunConfig, config: RunConfig, capacity: int, kind: Kind | None, cluster: Cluster | None
 ) -> tuple[int, int] | None:
-    """Plan.larger. Without a cluster a larger micro-batch is taken to be faster on one stage, where nobody waits for it."""
+    """Plan.larger. Without a cluster, a larger micro-batch is assumed to be faster if there is only one pipeline stage."""
     now = None if cluster is None else speed(config, of_stages(config), cluster).step
     for candidate in larger_micro_batches(given, capacity, kind):
         counted = of_stages(candidate)

@@ -109,6 +109,6 @@ def _stage_seconds(
     matrix, elementwise, memory = (a + b for a, b in zip(own, surveyed, strict=True))
     exchange = each + sending(once=False, survey=True) + sending(once=True, survey=False)
     eager = sum(seconds_by_mixer(arithmetic, cluster.memory_bandwidth_tb_s).values()) if arithmetic.work.gpu else 0.0
-    # the update, and what is exchanged for it, waits for nobody; surveys are in step with the passes forwards
+    # the update and its communication wait for no other stage; surveys are synchronous with the forward passes
     update, waiting = work.update / (cluster.memory_bandwidth_tb_s * 1e12), (sum(own) + eager + each) * waits
     return matrix, elementwise, memory + update, eager, exchange, waiting

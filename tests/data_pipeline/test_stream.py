@@ -1,4 +1,4 @@
-"""The stream is exactly the documents in lane order, whoever reads it, however it is cut, and wherever it was stopped."""
+"""The stream has exactly the documents in lane order, for any reader, any sequence length and any point of resuming."""
 
 import gc
 import os

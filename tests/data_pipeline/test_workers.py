@@ -1,5 +1,5 @@
-"""Rows that workers write into shared blocks: the same as without workers, used again only when nobody has them, and nothing left
-behind, whoever is killed."""
+"""Rows that workers write to shared memory: equal to those without workers, blocks are reused only when they are free, and nothing
+is left behind when any process is killed."""
 
 import contextlib
 import gc

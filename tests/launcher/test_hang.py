@@ -67,9 +67,9 @@ SAVING = "in step 20, save, writing its file"
             "stopped by a signal",
             f"it was {SAVING}; rank 0 waits (in step 20, save, publishing) for all_gather_object ",
         ),
-        ("spin", "save", f"{SAVING}, waiting for nobody", "rank 0 waits (in step 20, save, publishing) for all_gather_object "),
+        ("spin", "save", f"{SAVING}, waiting for no rank", "rank 0 waits (in step 20, save, publishing) for all_gather_object "),
         ("block", "save", BLOCKED, f"it was {SAVING}; "),
-        ("spin", "step", "waiting for nobody", "read the stacks in "),
+        ("spin", "step", "waiting for no rank", "read the stacks in "),
         ("block", "step", BLOCKED, "look at its disk and at the kernel's log (dmesg)"),
     ],
 )

@@ -111,7 +111,7 @@ def test_a_silent_rank_that_another_waits_for_is_named(ranks):
     assert late == {1: LIMIT_S + 1}
     culprit = world.watch.culprit(late)
     assert account(culprit, late, world.watch.beats()) == (
-        "rank 1 (in step 1, after forward, waiting for nobody) gave no sign of life for 11 s; "
+        "rank 1 (in step 1, after forward, waiting for no rank) gave no sign of life for 11 s; "
         "ranks 0, 2 wait (in step 1, after forward) for all_reduce over ranks 0, 1, 2"
     )
 

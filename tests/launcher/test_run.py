@@ -306,7 +306,7 @@ MISSED = r"the gradient of the State of \S+ in layers\.1\.mamba did not come fro
         ),
         pytest.param(
             "time.sleep(1000)",
-            r"baton: rank 1 \(in step 3, [^)]*, waiting for nobody\) gave no sign of life for 2[012] s; "
+            r"baton: rank 1 \(in step 3, [^)]*, waiting for no rank\) gave no sign of life for 2[012] s; "
             r"rank 0 waits \(in step 3, [^)]*\) for the gradient of the State of \S+ in layers\.1\.mamba, from rank 1; "
             r"read the stacks in [^\n]*; ",
             marks=pytest.mark.long,

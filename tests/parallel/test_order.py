@@ -116,7 +116,7 @@ def test_what_the_next_rank_waits_for_leaves_as_early_as_it_can(pool, exchange, 
 
 
 def test_a_recurrence_runs_once_forwards_and_not_again_backwards(pool):
-    """What a rank computes is what one computes that has nobody beside it."""
+    """A rank computes what it computes without other ranks."""
     _, middle, _ = pool.run(events, list(ORDERS), context=3)
     for kind, (carrier, *_) in ORDERS.items():
         forward, backward = ([event for name, event in log if name.startswith(carrier)] for log in middle[kind])

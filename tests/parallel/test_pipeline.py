@@ -21,7 +21,7 @@ from baton.training.step.microbatch_runner import MicrobatchRunner
 @settings(derandomize=True)
 @given(st.integers(1, 9), st.integers(1, 17))
 def test_a_schedule_runs_every_pass_once_in_order_and_keeps_few(count, micro_batches):
-    """And the stages together finish: each operation's inputs are made before somebody waits for them for ever."""
+    """The stages do not deadlock: each operation's inputs are computed before an operation waits for them."""
     orders = [StepSchedule().operations(stage, count, micro_batches) for stage in range(count)]
     for stage, order in enumerate(orders):
         for kind in ("forward", "backward"):

@@ -114,7 +114,7 @@ class Job:
         assert len(self.rows("attempt")) >= attempt, self.said()
 
     def wait(self) -> int:
-        """Until nobody starts the run again by itself; the code it ended with."""
+        """Waits until the run is not restarted any more. Returns the exit code of its last job."""
         self._wait(lambda: self.rows("stopped"), "the run's end")
         self._wait(lambda: not self.ids("running"), "its job's end")
         return self.rows("stopped")[-1]["status"]

@@ -248,7 +248,7 @@ def measure():
     from_here = ContextLink.irecv
 
     def receive(link, direction, carrier, leaves, batch):
-        """Whatever, instead of what nobody sends: a State is only counted here."""
+        """An arbitrary State instead of a received one: States are only counted here."""
         if link.size == 1:
             return from_here(link, direction, carrier, leaves, batch)
         return lambda: {leaf.name: torch.ones(batch, *leaf.shape, dtype=leaf.dtype) for leaf in leaves}
@@ -297,7 +297,7 @@ def measure():
     meshes.shutdown()
 
     class Came:
-        """What nobody sends between stages."""
+        """Hidden states between stages, which are not really sent."""
 
         def __init__(self, shape):
             self.shape = shape

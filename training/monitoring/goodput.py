@@ -116,7 +116,7 @@ def compute_goodput(folder: Path, now: float | None = None) -> Goodput:
 
 
 _BEGINS = ("submitted", "attempt")
-"""Kinds of rows before which another machine, or nobody, may have had the run."""
+"""Kinds of rows before which the run may have been on another machine, or not running."""
 
 
 def align_clocks(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], float]:
@@ -177,7 +177,7 @@ def _intervals(rows: list[dict[str, Any]], now: float) -> Iterator[_Interval]:
         if kind == "spans":
             since = min(max(at, row["since"]), until)
             if row["attempt"] != attempt or until <= at:
-                continue  # of an attempt that somebody has closed already
+                continue  # of an attempt whose end is already recorded
             if since > at:
                 yield _Interval(at, since, {"start-up": since - at}, attempt)
             own = sum(row["seconds"].values())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HEARTBEAT_DIR = "BATON_HEARTBEATS"
-"""The variable that names the folder, on a disk of the node. Where it is not set nobody reads signs, and none are written."""
+"""Environment variable with the heartbeats' folder, on a disk of the node. If it is not set, heartbeats are not written."""
 
 SIZE = 1024
 _HEAD = struct.Struct("<qqqd??HH")
