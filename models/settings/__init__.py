@@ -114,8 +114,8 @@ class MixerConfig(BaseModel):
         """Settings of a small mixer for tests, at d_model = SMALL_WIDTH.
 
         Tests that hold for every kind of mixer (split invariance, tensor and context parallelism, decoding, costs) are parametrized
-        over `kinds()` and build each kind from this. The settings enable every optional part of the mixer, use sizes that differ
-        from each other so that swapped dimensions fail, and divide over four tensor ranks.
+        over `kinds()` and build each kind from this. Its sizes differ from each other, so that swapped dimensions fail, and divide
+        over four tensor ranks. Options that are off by default are tested in the mixer's own tests.
         """
         return cls()  # type: ignore[call-arg]
 
