@@ -259,7 +259,7 @@ def _dataset(
             "text_bytes": sum(summary.text_bytes for summary in chosen),
             "tokens": None if vocabulary is None else sum(count or 0 for count in tokens),
         }
-    inputs = {name: size for name, (size, _) in plan["inputs"].items()}
+    inputs = {name: identity[0] for name, identity in plan["inputs"].items()}
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -19,6 +19,7 @@ from baton.data_pipeline.input_files import InputFile, InputPiece, exclusion
 from baton.data_pipeline.lock import LockHeldError, exclusive
 from baton.data_pipeline.prepare_workers import PrepareTask, piece_key
 from baton.data_pipeline.shards import DATASET, FORMAT, PLAN, VERSION
+from baton.data_pipeline.token_files import megatron_index
 
 PARTS = ".parts"  # finished tasks, until all are
 DAMAGED = "damaged.json"  # in it: {name: why} of the inputs that could not be read
@@ -32,8 +33,15 @@ def make_plan(settings: PrepareConfig, sources: Sequence[InputFile], vocabulary:
         "format": FORMAT,
         "version": VERSION,
         "settings": {**settings.model_dump(mode="json", exclude={"workers"}), "tokenizer": vocabulary},
-        "inputs": {source.name: [source.size, source.mtime_ns] for source in sources},
+        "inputs": {source.name: _identity(source, settings) for source in sources},
     }
+
+
+def _identity(source: InputFile, settings: PrepareConfig) -> list[int]:
+    """Size and time of an input, and of the index that says where its documents are."""
+    index = megatron_index(source) if settings.ids is not None else None
+    status = index.stat() if index is not None else None
+    return [source.size, source.mtime_ns, *([] if status is None else [status.st_size, status.st_mtime_ns])]
 
 
 def make_tasks(

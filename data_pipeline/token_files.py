@@ -46,7 +46,7 @@ def split_ids(source: InputFile, piece_bytes: int, ids: IdsConfig) -> list[Input
         return whole
     if ".tar" in source.name or source.name.endswith(".tgz"):
         return whole
-    if _megatron_index(source) is not None:
+    if megatron_index(source) is not None:
         starts, _ = _megatron(source)
         sizes = np.diff(starts)
         cuts = [0, *(np.flatnonzero(np.diff(starts[:-1] // piece_bytes)) + 1).tolist(), len(sizes)]
@@ -92,7 +92,7 @@ def _arrays(piece: InputPiece, ids: IdsConfig) -> Iterator[tuple[int, AnyIds | R
             file.seek(0)
             with open_content(file, compression) as content:
                 yield from _members(source, content)
-    elif _megatron_index(source) is not None:
+    elif megatron_index(source) is not None:
         starts, array = _megatron(source)
         for number in range(piece.start, piece.stop):
             yield number, array[starts[number] // array.itemsize : starts[number + 1] // array.itemsize]
@@ -110,7 +110,8 @@ def _outside(source: InputFile, record: int, found: AnyIds, ids: IdsConfig) -> I
     )
 
 
-def _megatron_index(source: InputFile) -> Path | None:
+def megatron_index(source: InputFile) -> Path | None:
+    """The .idx beside a .bin; None: there is none."""
     if not source.name.endswith(".bin"):
         return None
     index = Path(source.path).with_suffix(".idx")

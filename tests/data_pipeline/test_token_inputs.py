@@ -186,6 +186,19 @@ def test_a_refusal_is_one_line_and_status_2(megatron, tokenizer, tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
+def test_another_index_of_the_same_file_is_another_input(megatron, tokenizer, tmp_path, quiet):
+    shutil.copytree(megatron.parent, tmp_path / "in")
+    arguments = {"ids": True, "tokenizer": tokenizer.path, "workers": 1, "progress": quiet}
+    prepare([tmp_path / "in"], tmp_path / "out", **arguments)
+    index = tmp_path / "in" / "corpus.idx"
+    whole = IndexedDatasetBuilder(str(tmp_path / "whole.bin"), dtype=np.uint16)
+    count = (tmp_path / "in" / "corpus.bin").stat().st_size // 2
+    whole.add_document(torch.zeros(count, dtype=torch.int64), [count])
+    whole.finalize(str(index))
+    with pytest.raises(DataError, match=r"prepared differently .*in/corpus\.bin has changed"):
+        prepare([tmp_path / "in"], tmp_path / "out", **arguments)
+
+
 def test_ids_of_another_type_or_tokenizer_are_refused_before_anything_is_written(ids, take, tokenizer, tmp_path):
     flat = np.array([i for document in ids for i in [*document, tokenizer.eod_id]], np.uint32)
     wide, narrow, odd, foreign, pairs, cut = (tmp_path / name for name in ("a.bin", "b.bin", "c.bin", "d.bin", "e.npy", "f.npy"))

@@ -88,7 +88,8 @@ def llama_3(path: Path) -> None:
 
 
 def mistral(path: Path) -> None:
-    """As Llama 2's and Mistral's: SentencePiece BPE with a space in front, byte fallback, no normalisation, <s> and </s>."""
+    """As Llama 2's and Mistral's: SentencePiece BPE with a space in front, byte fallback, no normalisation, <s> and </s>; and
+    symbols, one of them of newlines."""
     _sentencepiece(
         path,
         model_type="bpe",
@@ -99,6 +100,7 @@ def mistral(path: Path) -> None:
         allow_whitespace_only_pieces=True,
         split_digits=True,
         character_coverage=0.99,
+        user_defined_symbols=["[SEP]", "==>", "\n\n"],
     )
 
 
