@@ -19,6 +19,9 @@ def add(commands: Subparsers) -> None:
     parser.add_argument(
         "--nodes", type=positive_int, metavar="N", help="nodes of the cluster: sets layout.data so that the run fills them"
     )
+    parser.add_argument(
+        "--gpus-per-node", type=positive_int, metavar="N", help="GPUs of a node, each with a rank (default: the cluster's)"
+    )
     parser.add_argument("--memory-gib", type=positive_float, metavar="N", help="GiB that a rank may fill (default: the cluster's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -32,6 +35,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from baton.launcher.run_directory import settled
 
     cluster = None if arguments.cluster is None else load_cluster(arguments.cluster)
+    if arguments.gpus_per_node is not None:
+        cluster = _with_nodes_of(arguments.gpus_per_node, cluster)
     if arguments.nodes is not None:
         arguments.overrides.append(_data_ranks(arguments, cluster))
     config = with_known_vocabulary(load_run(arguments))
@@ -45,6 +50,16 @@ def _run(arguments: argparse.Namespace) -> int:
         print("\n".join(plan.lines()))
         print("".join(f"{line}\n" for line in missing), end="", file=sys.stderr)
     return 2 if plan.fits is False else 0
+
+
+def _with_nodes_of(gpus: int, cluster: Cluster | None) -> Cluster:
+    """The cluster with nodes of so many GPUs, a rank on each. Raises ConfigError."""
+    from baton.launcher.errors import ConfigError
+
+    if cluster is None:
+        raise ConfigError("--gpus-per-node needs --cluster, which says how fast GPUs and networks are")
+    slurm = None if cluster.slurm is None else cluster.slurm.model_copy(update={"ranks_per_node": gpus})
+    return cluster.model_copy(update={"gpus_per_node": gpus, "slurm": slurm})
 
 
 def _data_ranks(arguments: argparse.Namespace, cluster: Cluster | None) -> str:

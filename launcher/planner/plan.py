@@ -16,7 +16,7 @@ from baton.launcher.planner.comm_volume import exchanges
 from baton.launcher.planner.memory import Arithmetic, Memory, of_stages
 from baton.launcher.planner.slow_paths import ASSUMED_TB_S, slow_paths
 from baton.launcher.planner.suggestions import first_that_fits, larger_micro_batches
-from baton.launcher.planner.time import Duration, Speed, bubble, run_duration, speed
+from baton.launcher.planner.time import UNCERTAINTY, Duration, Speed, bubble, run_duration, speed
 
 GIB = 1 << 30
 WORTH_SAYING = 0.99
@@ -219,6 +219,7 @@ class Plan:
                     yield f"  {label.get(name, name):<44}{getattr(self.speed, name):>11.3f} s"
             yield f"  {self.speed.tokens_per_second:,.0f} tokens/s, {self.speed.utilisation:.0%} of the matrix rate"
             yield str(self.duration)
+            yield UNCERTAINTY
             yield ""
         yield from self.notes
         if self.choice is not None:

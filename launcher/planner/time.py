@@ -14,6 +14,11 @@ from baton.launcher.planner.comm_volume import exchanges
 from baton.launcher.planner.memory import Arithmetic, Operations, of_stages
 from baton.launcher.planner.slow_paths import seconds_by_mixer
 
+UNCERTAINTY = (
+    "an estimate from the cluster's rates, not a measurement: steps can take longer, several times as long where micro-batches "
+    "are small and the GPU waits for the host; once a run has begun, its measured tokens/s are the better basis"
+)
+
 
 @dataclass(frozen=True)
 class Speed:

@@ -377,6 +377,28 @@ def test_nodes_set_the_data_ranks(plan):
         assert needle in err
 
 
+def test_smaller_nodes_have_fewer_ranks_and_their_network_in_between(plan):
+    """Two nodes of four GPUs: the eight ranks of one node, whose gradients go over the network between nodes instead."""
+    status, out, _ = plan(RUN, "--cluster", "h100", "--nodes", 2, "--gpus-per-node", 4, "--json")
+    split, one = json.loads(out), json.loads(plan(RUN, "--cluster", "h100", "--nodes", 1, "--json")[1])
+    assert (status, split["ranks"], one["ranks"], one["duration"]["gpus"]) == (0, 8, 8, 8)
+    assert split["seconds"]["exchange"] > one["seconds"]["exchange"]
+    assert split["seconds"]["matrix"] == one["seconds"]["matrix"]
+    status, out, err = plan(RUN, "--gpus-per-node", 4)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "--gpus-per-node needs --cluster" in err
+
+
+def test_hours_are_steps_times_the_step_and_called_an_estimate(plan):
+    text, found = plan(RUN, "--cluster", "h100")[1], json.loads(plan(RUN, "--cluster", "h100", "--json")[1])
+    hours = load(RUN).training.steps * sum(
+        found["seconds"][part] for part in ("matrix", "elementwise", "memory", "eager", "exchange")
+    )
+    hours /= 3600
+    assert f"{hours:,.1f} hours on 8 GPUs, {8 * hours:,.1f} GPU-hours" in text
+    assert "not a measurement" in text
+
+
 @pytest.mark.parametrize("form", [[], ["training.recompute=none", "training.cuda_graphs=false"]], ids=["auto", "set"])
 def test_a_larger_micro_batch_is_advised_where_it_fits_and_is_faster(form):
     words, cluster = ["training.micro_batch_size=1", *form], load_cluster("h100")
