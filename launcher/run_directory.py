@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import ValidationError
 
 from baton.data_pipeline.errors import StorageError, is_transient
 from baton.data_pipeline.file_io import read_text
@@ -25,6 +26,7 @@ from baton.launcher.changes import changes, refusal, with_changes_in_place
 from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind, gpu_memory, kind_here
 from baton.launcher.errors import BusyError, ConfigError
+from baton.launcher.validation import first_problem
 from baton.training.monitoring import time_ledger
 
 if TYPE_CHECKING:
@@ -291,6 +293,8 @@ def read_config(path: Path) -> RunConfig:
         raise ConfigError(f"{path}: no such file; is this a run directory?") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); is {path.parent} a run directory?") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path}: not a resolved run configuration: {first_problem(error, RunConfig)}") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not a resolved run configuration ({' '.join(str(error).split())[:200]})") from None
 

@@ -150,6 +150,11 @@ def settings_class(kind: str) -> "type[MixerConfig] | None":
     found = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == kind]
     if not found:
         return None
+    if len({entry.value for entry in found}) > 1:
+        raise ValueError(
+            f"the kind {kind!r} has several entry points of {ENTRY_POINTS}: {', '.join(sorted(entry.value for entry in found))}; "
+            f"name the module that is meant in `imports`"
+        )
     _import_kind_module(found[0].module)
     if kind not in _KINDS:
         raise ValueError(f"the entry point {ENTRY_POINTS}: {kind} = {found[0].value} defines no MixerConfig with kind {kind!r}")

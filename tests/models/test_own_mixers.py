@@ -77,7 +77,7 @@ def losses(folder):
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
 
 
-def test_a_run_on_two_context_ranks_is_that_on_one_and_both_resume(package, single_mesh, tmp_path):
+def test_a_run_on_two_context_ranks_is_that_on_one(package, single_mesh, tmp_path, monkeypatch):
     path = run_file(tmp_path)
     ended = Launch(tmp_path / "two", str(path), "layout.context=2", where=tmp_path).end()
     assert ended.status == 0, ended.err
@@ -86,6 +86,10 @@ def test_a_run_on_two_context_ranks_is_that_on_one_and_both_resume(package, sing
     loop.train(RunSettings(tmp_path / "one", config.model, config.data, config.training, config.to_yaml()), single_mesh)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert len(losses(tmp_path / "two")) == 3
+    monkeypatch.delenv("PYTHONPATH")
+    ended = Launch(tmp_path / "two", str(path), where=tmp_path).end()
+    assert (ended.status, ended.err.count("\n")) == (2, 1)
+    assert "leaky_package.leaky cannot be imported" in ended.err
     written = read_config(tmp_path / "two" / "config.yaml")
     assert (written.imports, written.model.mixers["leaky"].expand) == (("leaky_package.leaky",), 2)
     assert RunConfig.model_validate(yaml.safe_load(written.to_yaml())) == written

@@ -14,6 +14,7 @@ from support.recurrences import positions, seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.models.block import Layer
+from baton.models.forward_context import LOCAL
 from baton.models.lm import LanguageModel
 from baton.models.mixer_context import MixerContext
 from baton.models.settings import kinds
@@ -42,7 +43,7 @@ def example(mixer, batch, length):
     )
     pos = positions(generator, batch, 9 + length, 0.15)
     with torch.no_grad():
-        _, entering = layer.forward_summed(before, pos[:, :9], None)
+        _, entering = layer.forward_summed(before, pos[:, :9], None, LOCAL)
     names = [leaf.name for leaf in layer.state_specs if leaf.grad]
     moving = {name: torch.randn(entering[name].shape, generator=generator, dtype=entering[name].dtype) for name in names}
     return x, pos[:, 9:], entering, dy, moving
@@ -52,7 +53,7 @@ def on_one(mixer, x, pos, entering, dy, moving):
     """y, the leaving State and all gradients, by name."""
     layer, x = layer_of(mixer), x.clone().requires_grad_()
     given = {name: leaf.clone().requires_grad_(name in moving) for name, leaf in entering.items()}
-    y, leaving = layer.forward_summed(x, pos, given)
+    y, leaving = layer.forward_summed(x, pos, given, LOCAL)
     torch.autograd.backward([y, *(leaving[name] for name in moving)], [dy, *moving.values()])
     found = {"y": y, "dx": x.grad, **{f"leaving {name}": leaf for name, leaf in leaving.items()}}
     found |= {f"d entering {name}": given[name].grad for name in moving}
@@ -89,7 +90,7 @@ def on_ranks(mesh, mixer, x, pos, entering, dy, moving):
 
     here = part(x).requires_grad_()
     given = {name: own(name, leaf).clone().requires_grad_(name in moving) for name, leaf in entering.items()}
-    y, leaving = layer.forward_summed(here, pos, given)
+    y, leaving = layer.forward_summed(here, pos, given, LOCAL)
     # of what all ranks carry alike, each has a part of the cotangent
     cotangents = [own(name, leaf) * (places[name] is not None or rank == 0) for name, leaf in moving.items()]
     torch.autograd.backward([y, *(leaving[name] for name in moving)], [part(dy), *cotangents])
