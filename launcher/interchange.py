@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.data_pipeline.config import ShardsConfig
+from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.launcher.run_directory import read_config
@@ -99,13 +100,22 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
     if dtype is not None:
         theirs = {name: x if name.endswith(FLOAT32_ONLY) else x.to(dtype) for name, x in theirs.items()}
     values |= {"torch_dtype": str(dtype or torch.float32).removeprefix("torch."), "use_cache": True}
+    if "attention" in family.kinds:
+        values["max_position_embeddings"] = config.training.sequence_length
     tokenizer = Path(config.data.tokenizer) if isinstance(config.data, ShardsConfig) else None
+    generation = dict[str, int | None]()
+    if isinstance(config.data, ShardsConfig):
+        # a document begins behind the end of the one before. No token pads: transformers would not train its embedding
+        end = load_tokenizer(config.data.tokenizer, config.data.eod_token).eod_id
+        generation = {"bos_token_id": end, "eos_token_id": end}
+        values |= {**generation, "pad_token_id": None}
     aside = out.with_name(f".{out.name}.new")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
         _save(theirs, aside)
         (aside / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (aside / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None and tokenizer.is_file():
             shutil.copyfile(tokenizer, aside / ("tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"))
         (aside / "README.md").write_text(_card(run, checkpoint, model, family.library), encoding="utf-8")

@@ -8,6 +8,7 @@ import yaml
 from safetensors.torch import load_file
 from support.compare import relative_error
 
+from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.launcher.cli import main
 
 
@@ -19,9 +20,12 @@ def test_an_exported_run_is_the_runs_model_and_a_new_run_begins_with_it(inputs, 
     assert main(["export", str(undisturbed), "--out", str(tmp_path / "out")]) == 0
     assert "in the format of transformers, MambaForCausalLM" in capsys.readouterr().out
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files == {"config.json", "model.safetensors", "tokenizer.model", "README.md"}
+    assert files == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.model", "README.md"}
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == inputs.tokenizer.read_bytes()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    end = load_tokenizer(inputs.tokenizer).eod_id
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id, theirs.config.pad_token_id) == (end, end, None)
+    assert theirs.generation_config.eos_token_id == end
 
     # a run of one step that changes nothing, exported again
     assert main(["import", str(tmp_path / "out"), "--out", str(tmp_path / "start")]) == 0
