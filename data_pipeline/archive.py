@@ -7,7 +7,7 @@ the JSON object .json. Every line of a member .jsonl is a record of its own. Oth
 import io
 import tarfile
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, Literal, cast
+from typing import IO, BinaryIO, Literal, cast
 
 from baton.data_pipeline.compressed import DamagedError
 from baton.data_pipeline.input_files import Rejected
@@ -55,18 +55,11 @@ def read_samples(content: BinaryIO, read: Sequence[str]) -> Iterator[tuple[str, 
     key, sample = "", cast(dict[str, tuple[int, bytes]], {})
     try:
         with open_tar(content, "r|") as archive:
-            for member in archive:
-                archive.members = []  # type: ignore[attr-defined]  # it would keep every header of a long archive
-                if not member.isfile():
-                    continue
-                folder, slash, name = member.name.rpartition("/")
-                stem, _, extension = name.partition(".")
-                extension = extension.lower()
-                if sample and folder + slash + stem != key:
+            for name, extension, member, reader in _members(archive):
+                if sample and name != key:
                     yield key, sample
                     sample = {}
-                key, reader = folder + slash + stem, archive.extractfile(member)
-                assert reader is not None
+                key = name
                 sample[extension] = member.offset, reader.read() if extension in read else b""
     except tarfile.TarError as error:
         raise DamagedError(f"not a sound tar ({error})") from error
@@ -74,21 +67,26 @@ def read_samples(content: BinaryIO, read: Sequence[str]) -> Iterator[tuple[str, 
         yield key, sample
 
 
-def _records(source: str, archive: tarfile.TarFile, text_field: str) -> Iterator[Record]:
-    key: str | None = None
-    sample: dict[str, tuple[int, bytes]] = {}  # extension -> the header's byte, and the content of those that are read
+def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo, IO[bytes]]]:
+    """The files of a tar in order: the name of their sample, the extension, the header and the content."""
     for member in archive:
         archive.members = []  # type: ignore[attr-defined]  # it would keep every header of a long archive
         if not member.isfile():
             continue
         folder, slash, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
-        extension = extension.lower()
-        if folder + slash + stem != key:
-            yield from _sample(source, key, sample, text_field)
-            key, sample = folder + slash + stem, {}
         reader = archive.extractfile(member)
         assert reader is not None
+        yield folder + slash + stem, extension.lower(), member, reader
+
+
+def _records(source: str, archive: tarfile.TarFile, text_field: str) -> Iterator[Record]:
+    key: str | None = None
+    sample: dict[str, tuple[int, bytes]] = {}  # extension -> the header's byte, and the content of those that are read
+    for name, extension, member, reader in _members(archive):
+        if name != key:
+            yield from _sample(source, key, sample, text_field)
+            key, sample = name, {}
         if extension in _LINES:
             yield from read_lines(source, cast(io.BufferedReader, reader), text_field, offset=member.offset_data)
         sample[extension] = (member.offset, reader.read() if extension in (*_TEXT, "json") else b"")

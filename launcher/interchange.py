@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.data_pipeline.config import ShardsConfig
+from baton.data_pipeline.files import write_atomically
 from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
@@ -29,7 +29,7 @@ from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import InterchangeError, to_ours, to_theirs
 from baton.models.interchange.registry import family_of_config, family_of_model
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.tools import newest_whole, whole_weights
+from baton.training.checkpoint.tools import newest_whole, whole_weights, write_weights
 
 SHARD_BYTES = 5 << 30
 """Bytes of an exported file at most; larger models are written as several with an index."""
@@ -67,10 +67,12 @@ def import_model(folder: Path, out: Path) -> tuple[ModelConfig, str]:
     text = f"# {family.library}, read from {folder.resolve().name} by `baton import`\n"
     text += yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False)
     weights, section = out.with_name(f"{out.name}.safetensors"), out.with_name(f"{out.name}.yaml")
-    with _written(weights) as aside:
-        save_file(ours, aside, metadata={"format": "baton-weights"})
-    with _written(section) as aside:
-        aside.write_text(text, encoding="utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out.parent}: cannot be made ({error.strerror}); choose another place") from None
+    write_weights(ours, weights, {"from": family.library})
+    write_atomically(section, text.encode())
     return model, family.library
 
 
@@ -223,16 +225,3 @@ Its format is that of {library}.
 
 Licence, intended use and limitations: to be filled in by whoever publishes it.
 """
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[Path]:
-    """A place beside the file, which replaces it when the context ends well."""
-    aside = path.with_name(f".{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield aside
-        os.replace(aside, path)
-    except (OSError, SafetensorError) as error:
-        aside.unlink(missing_ok=True)
-        raise ConfigError(f"{path}: cannot be written ({error}); choose another place") from None

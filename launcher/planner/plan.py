@@ -305,7 +305,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         advice = first_that_fits(given, capacity, LARGEST_TENSOR if cluster is None else cluster.gpus_per_node)
     larger = None
     if capacity is not None and stages[fullest].memory.peak <= capacity:
-        larger = _larger(given, config, capacity, kind, cluster)
+        larger = _larger(given, capacity, kind, cluster, estimate)
     return Plan(
         config=config,
         stages=stages,
@@ -325,13 +325,17 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
 
 
 def _larger(
-    given: RunConfig, config: RunConfig, capacity: int, kind: Kind | None, cluster: Cluster | None
+    given: RunConfig, capacity: int, kind: Kind | None, cluster: Cluster | None, now: Speed | None
 ) -> tuple[int, int] | None:
-    """Plan.larger. Without a cluster, a larger micro-batch is assumed to be faster if there is only one pipeline stage."""
-    now = None if cluster is None else speed(config, of_stages(config), cluster).step
+    """Plan.larger. now: the speed with the present size, None without a cluster: then a larger micro-batch is assumed to be faster
+    if there is only one pipeline stage."""
     for candidate in larger_micro_batches(given, capacity, kind):
         counted = of_stages(candidate)
-        if len(counted) == 1 if cluster is None or now is None else speed(candidate, counted, cluster).step <= WORTH_SAYING * now:
+        if cluster is None or now is None:
+            faster = len(counted) == 1
+        else:
+            faster = speed(candidate, counted, cluster).step <= WORTH_SAYING * now.step
+        if faster:
             return candidate.training.micro_batch_size, max(one.memory().peak for one in counted)
     return None
 

@@ -176,16 +176,24 @@ def export(place: Path, out: Path, dtype: torch.dtype | None = None) -> Path:
     manifest, tensors = Manifest.read(path), whole_weights(path)
     if dtype is not None:
         tensors = {name: x.to(dtype) for name, x in tensors.items()}
-    about = {"format": FORMAT, "step": str(manifest.step), "tokens": str(manifest.tokens)}
+    about = {"step": str(manifest.step), "tokens": str(manifest.tokens)}
     about |= {f"fingerprint.{name}": value for name, value in manifest.fingerprints.items()}
+    write_weights(tensors, out, about)
+    return path
+
+
+def write_weights(tensors: dict[str, torch.Tensor], out: Path, about: dict[str, str]) -> None:
+    """Write a safetensors file that `load_weights` reads, whole or not at all. about: its metadata, besides the format.
+
+    Raises CheckpointError if the file cannot be written.
+    """
     aside = out.with_name(f".{out.name}.new")
     try:
-        save_file(tensors, aside, metadata=about)
+        save_file(tensors, aside, metadata={"format": FORMAT, **about})
         os.replace(aside, out)
     except (OSError, SafetensorError) as error:
         aside.unlink(missing_ok=True)
         raise CheckpointError(f"{out}: cannot be written ({error}); choose another place") from None
-    return path
 
 
 def load_weights(path: Path, boxes: dict[str, list[ShardBox]]) -> None:
