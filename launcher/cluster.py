@@ -89,7 +89,8 @@ class Cluster(_Settings):
 def reserved_bytes(memory: int) -> int:
     """Bytes of a GPU that tensors cannot use, if no cluster file says it. memory: the GPU's bytes.
 
-    On an H100 (79.2 GiB for PyTorch) a run that was planned to take 74.8 GiB ran out of memory, and one of 73.8 GiB did not.
+    On an H100 (79.2 GiB for PyTorch) a run that was planned to take 74.8 GiB (mamba-1.4b, 8 x 2048) ran out of memory, and one of
+    73.8 GiB (longhorn-1.3b) did not: benchmarks/results/steps_before_and_after_renames.log.
     """
     return 3 * GIB + memory * 3 // 100
 
