@@ -81,9 +81,8 @@ def test_some_kernels_alone():
 
 @pytest.mark.gpu
 def test_what_was_tuned_is_in_the_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "baton.kernels.compile.autotune.STEPS", dict.fromkeys(("diagonal_scan", "short_conv"), ({"steps": (4, 8)},))
-    )
+    few = {"diagonal_scan": ({"prefetch_t": (4, 8)},), "short_conv": ({"block_t": (4, 8)},)}
+    monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", few)
     device, path = torch.device("cuda", 0), tmp_path / "launch_configs.json"
     launch_configs.write(launch_configs.table(), path)
     found = list(tune_run_kernels(*settings("mamba"), device, path))
