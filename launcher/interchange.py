@@ -34,9 +34,6 @@ from baton.training.checkpoint.tools import newest_whole, whole_weights, write_w
 SHARD_BYTES = 5 << 30
 """Bytes of an exported file at most; larger models are written as several with an index."""
 
-FLOAT32_ONLY = ("A_log", "dt_bias", "dt_proj.bias", ".D")
-"""Ends of names whose tensors stay float32 in an export of a lower precision: rounded, recurrences would be others."""
-
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 
@@ -83,9 +80,11 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
         place: a run directory, or a checkpoint's folder in one.
         out: a folder that does not exist.
         step: of the checkpoint; None: the newest whole one.
-        dtype: of the tensors; None: float32. Those of FLOAT32_ONLY stay float32.
+        dtype: of the tensors; None: float32. Those that a recurrence needs in float32 stay so.
 
-    Raises ConfigError for a model that no other library has, or a folder that exists; CheckpointError where no checkpoint is whole.
+    A model that no other library has is written with the code that reads it (models/interchange/remote).
+
+    Raises ConfigError for mixers that are not Baton's own, or a folder that exists; CheckpointError where no checkpoint is whole.
     """
     if out.exists():
         raise ConfigError(f"{out} exists; give the name of a new folder")
@@ -100,7 +99,7 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
     except InterchangeError as error:
         raise ConfigError(f"{run}: {error}") from None
     if dtype is not None:
-        theirs = {name: x if name.endswith(FLOAT32_ONLY) else x.to(dtype) for name, x in theirs.items()}
+        theirs = {name: x if family.keeps_float32(model, name) else x.to(dtype) for name, x in theirs.items()}
     values |= {"torch_dtype": str(dtype or torch.float32).removeprefix("torch."), "use_cache": True}
     if "attention" in family.kinds:
         values["max_position_embeddings"] = config.training.sequence_length
@@ -120,6 +119,8 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
         (aside / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None and tokenizer.is_file():
             shutil.copyfile(tokenizer, aside / ("tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"))
+        for name, text in family.code().items():
+            (aside / name).write_text(text, encoding="utf-8")
         (aside / "README.md").write_text(_card(run, checkpoint, model, family.library), encoding="utf-8")
         os.replace(aside, out)
     except OSError as error:

@@ -86,6 +86,14 @@ def programs():
     programs.close()
 
 
+@pytest.fixture(scope="session")
+def remote_code(tmp_path_factory):
+    """transformers copies the code of a folder to a place of its own, of which a process can have one only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
 @pytest.fixture
 def small_disk():
     """A folder on a file system of 2 MiB of its own."""

@@ -10,7 +10,12 @@ def add(commands: Subparsers) -> None:
     read = add_command(commands, "import", _import, "read a model of transformers or mamba_ssm: settings and weights for a run")
     read.add_argument("folder", type=Path, metavar="FOLDER", help="has config.json, and weights as safetensors or .bin files")
     read.add_argument("--out", type=Path, required=True, metavar="NAME", help="writes NAME.yaml and NAME.safetensors")
-    write = add_command(commands, "export", _export, "write a run's model as a folder that transformers loads")
+    write = add_command(
+        commands,
+        "export",
+        _export,
+        "write a run's model as a folder that transformers loads, with code of its own where transformers has no class",
+    )
     write.add_argument("place", type=Path, metavar="RUN", help="a run directory, or a checkpoint's folder")
     write.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet")
     write.add_argument("--step", type=positive_int, metavar="N", help="of the checkpoint (default: the newest whole one)")

@@ -16,12 +16,14 @@ class Family(ABC):
         library: whose format it is, with the class, for messages and model cards.
         architectures: what config.json names it.
         kinds: the sub-blocks of each layer, by kind of mixer.
+        float32_only: ends of names whose tensors stay float32 in an export of a lower precision, for the recurrences' sake.
         embedding, final_norm, head: names of tensors outside the layers.
     """
 
     library: ClassVar[str]
     architectures: ClassVar[tuple[str, ...]]
     kinds: ClassVar[tuple[str, ...]]
+    float32_only: ClassVar[tuple[str, ...]] = ()
     embedding: ClassVar[str]
     final_norm: ClassVar[str]
     head: ClassVar[str] = "lm_head.weight"
@@ -46,6 +48,14 @@ class Family(ABC):
         """Whether every layer of a model has this family's sub-blocks, all with the same settings."""
         layers = {tuple(model.mixers[name].kind for name in layer) for layer in model.layers}
         return layers == {self.kinds} and len(model.mixers) == len(self.kinds)
+
+    def keeps_float32(self, model: ModelConfig, name: str) -> bool:
+        """Whether a tensor of theirs stays float32 in an export of a lower precision."""
+        return name.endswith(self.float32_only) if self.float32_only else False
+
+    def code(self) -> dict[str, str]:
+        """Python files by name that the folder has to have, because the library has no class for the model."""
+        return {}
 
     def maps(self, model: ModelConfig) -> list[TensorMap]:
         """All tensors of a model whose vocab_size is known."""

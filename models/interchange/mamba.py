@@ -18,6 +18,7 @@ def _number(value: Any) -> float:
 class _StateSpace(Family):
     """What the two have in common."""
 
+    float32_only = ("A_log", "dt_bias", "dt_proj.bias", ".D")
     embedding = "backbone.embeddings.weight"
     final_norm = "backbone.norm_f.weight"
 

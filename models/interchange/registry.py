@@ -9,8 +9,10 @@ from baton.models.interchange.llama import Llama, Mistral
 from baton.models.interchange.mamba import Mamba, Mamba2
 from baton.models.interchange.mamba_ssm import ReleasedMamba, ReleasedMamba2
 from baton.models.interchange.mapping import InterchangeError
+from baton.models.interchange.remote.export import BatonFamily
 
-FAMILIES: tuple[Family, ...] = (Mamba(), Mamba2(), Llama(), Mistral(), ReleasedMamba(), ReleasedMamba2())
+FAMILIES: tuple[Family, ...] = (Mamba(), Mamba2(), Llama(), Mistral(), ReleasedMamba(), ReleasedMamba2(), BatonFamily())
+"""In the order in which they are asked: a model is written in the first one's format that has it."""
 
 
 def family_of_config(config: Mapping[str, Any]) -> Family:
@@ -28,5 +30,6 @@ def family_of_model(model: ModelConfig) -> Family:
         if family.fits(model):
             return family
     kinds = ", ".join(dict.fromkeys(settings.kind for settings in model.mixers.values()))
-    known = ", ".join("+".join(family.kinds) for family in FAMILIES)
-    raise InterchangeError(f"no other library's format has layers of {kinds}; written are stacks of {known}")
+    raise InterchangeError(
+        f"a model with {kinds} cannot be exported: mixers that are not Baton's own have no form for other libraries"
+    )

@@ -52,6 +52,32 @@ def test_an_exported_run_is_the_runs_model_and_a_new_run_begins_with_it(inputs, 
     assert json.loads((tmp_path / "low" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_a_model_that_no_other_library_has_takes_its_code_with_it(inputs, launch, remote_code, tmp_path, capsys, monkeypatch):
+    """A run of a hybrid, in bfloat16; what was exported begins a new run as any imported model does."""
+    import transformers
+
+    monkeypatch.chdir(inputs.run.parent)
+    values = inputs.settings()
+    longhorn, attention = {"d_state": 4, "dt_rank": 3}, {"head_dim": 8, "window": 16}
+    values["model"] |= {"pattern": ["longhorn", "attention"], "mixers": {"longhorn": longhorn, "attention": attention}}
+    values["training"] |= {"steps": 1, "schedule": {"kind": "constant"}, "evaluation": {"every": 0}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    ended = launch(tmp_path / "run", str(tmp_path / "run.yaml"), where=inputs.run.parent).end()
+    assert ended.status == 0, ended.err
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert "trust_remote_code" in capsys.readouterr().out
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True, dtype="auto")
+    assert theirs.embedding.weight.dtype == torch.bfloat16
+    found = theirs.generate(torch.tensor([[3, 5, 8]]), max_new_tokens=4, do_sample=False)
+    assert found.shape[0] == 1
+    assert 4 <= found.shape[1] <= 7
+    assert main(["import", str(tmp_path / "out"), "--out", str(tmp_path / "start")]) == 0
+    assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "ours.safetensors")]) == 0
+    one, two = load_file(tmp_path / "start.safetensors"), load_file(tmp_path / "ours.safetensors")
+    assert one.keys() == two.keys()
+    assert torch.equal(one["layers.0.longhorn.mixer.beta_bias"], two["layers.0.longhorn.mixer.beta_bias"])
+
+
 @pytest.mark.parametrize(
     ("words", "needle"),
     [

@@ -1,0 +1,378 @@
+"""Every mixer of Baton in plain PyTorch, with its State as a dictionary of tensors.
+
+Each is a function of its parameters p (by name, as in the weights' files), its settings c, the inputs x [batch, tokens, width], the
+tokens' positions in their documents [batch, tokens], and the State before them (None: nothing was read). It returns the outputs and
+the State behind the last token. Matrix products are in x's dtype, everything between them in float32 (float64 for float64).
+
+Shapes: B batch, T tokens, H heads, K width of a head's keys, V of its values.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.models.interchange.remote.recurrences_baton import run
+
+Parameters = Mapping[str, Tensor]
+Settings = Mapping[str, Any]
+State = dict[str, Tensor]
+Result = tuple[Tensor, State]
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "silu": F.silu,
+    "relu": F.relu,
+    "elu": lambda x: F.elu(x) + 1,
+}
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
+
+
+def precise(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Over the last dimension, in float32."""
+    x = precise(x)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight
+
+
+def unit(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(|x|^2 + eps), in float32."""
+    x = precise(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def heads(x: Tensor, width: int) -> Tensor:
+    return x.unflatten(-1, (-1, width))
+
+
+def rotary(x: Tensor, pos: Tensor, theta: float) -> Tensor:
+    """Turns the pairs (i, i + K / 2) of x [B, T, H, K] by angles that grow with the position, float64 until their sine."""
+    pairs = x.shape[-1] // 2
+    rates = theta ** (-torch.arange(pairs, dtype=torch.float64, device=x.device) / pairs)
+    angles = (pos.to(torch.float64)[..., None] * rates)[:, :, None]
+    first, second = precise(x).chunk(2, dim=-1)
+    cos, sin = angles.cos().to(first.dtype), angles.sin().to(first.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, pos: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Short causal convolution of x [B, T, C] in documents, weight [C, taps], in float32, and the inputs the next token needs."""
+    taps, length = weight.shape[1], x.shape[1]
+    before = x.new_zeros(x.shape[0], taps - 1, x.shape[2]) if tail is None else tail
+    inputs = torch.cat((before, x), dim=1)
+    y = precise(x.new_zeros(())) if bias is None else bias
+    for back in range(taps):
+        first = taps - 1 - back
+        reached = (pos >= back)[..., None]
+        y = y + weight[:, first] * torch.where(reached, precise(inputs[:, first : first + length]), 0.0)
+    return y, inputs[:, length:]
+
+
+def _of(state: State | None, name: str) -> Tensor | None:
+    return None if state is None else state[name]
+
+
+# ------------------------------------------------------------------------------------------------------------- state space models
+
+
+def mamba(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    inner, z, tail, low_rank, B, C = _ssm_inputs(p, c, x, pos, state)
+    dt = F.softplus(precise(linear(low_rank, p["dt_proj.weight"])) + p["dt_bias"])
+    inputs = precise(inner), dt, -torch.exp(p["A_log"]), precise(B), precise(C), _skip(p, dt)
+    y, h = run("selective_scan", *inputs, pos=pos, initial_state=_of(state, "h"), discretization=c["discretization"])
+    return linear((y * F.silu(precise(z))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "h": h}
+
+
+def longhorn(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    inner, z, tail, low_rank, k, q = _ssm_inputs(p, c, x, pos, state)
+    logits = precise(linear(low_rank, p["beta_proj.weight"]))
+    beta = torch.sigmoid(logits + p["beta_bias"] if "beta_bias" in p else logits)
+    inputs = precise(inner), precise(k), precise(q), beta, _skip(p, beta)
+    y, S = run("longhorn", *inputs, pos=pos, initial_state=_of(state, "S"))
+    return linear((y * F.silu(precise(z))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "S": S}
+
+
+def _ssm_inputs(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, ...]:
+    """What Mamba and Longhorn share: the convolved channels, the gate, the convolution's tail, and what all channels share."""
+    inner, z = linear(x, p["in_proj.x.weight"]), linear(x, p["in_proj.z.weight"])
+    inner, tail = convolution(inner, p["conv_weight"], p["conv_bias"], pos, _of(state, "conv"))
+    inner = F.silu(inner).to(x.dtype)
+    shared = linear(inner, p["x_proj.weight"])
+    low_rank, B, C = shared.split([shared.shape[-1] - 2 * c["d_state"], c["d_state"], c["d_state"]], dim=-1)
+    return inner, z, tail, low_rank, B, C
+
+
+def _skip(p: Parameters, like: Tensor) -> Tensor:
+    return p["D"] if "D" in p else like.new_zeros(like.shape[-1])
+
+
+def mamba2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    z, inner, dt = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("z", "x", "dt"))
+    inner, conv_x = convolution(inner, p["conv_weight"], p["conv_bias"], pos, _of(state, "conv_x"))
+    shared = linear(x, p["bc_proj.weight"])
+    shared, conv_bc = convolution(shared, p["bc_conv_weight"], p["bc_conv_bias"], pos, _of(state, "conv_bc"))
+    B, C = precise(F.silu(shared).to(x.dtype)).unsqueeze(2).chunk(2, dim=-1)
+    dt = F.softplus(precise(dt) + p["dt_bias"])
+    inner = heads(precise(F.silu(inner).to(x.dtype)), c["head_dim"])
+    inputs = C, B.expand(-1, -1, inner.shape[2], -1), inner * dt[..., None], -torch.exp(p["A_log"]) * dt
+    y, S = run("gated_linear_attention", *inputs, gate="scalar", pos=pos, initial_state=_of(state, "S"))
+    y = (y + p["D"][:, None] * inner).flatten(2) * F.silu(precise(z))
+    y = rms_norm(y, p["norm.weight"], eps).to(x.dtype)
+    return linear(y, p["out_proj.weight"]), {"conv_x": conv_x, "conv_bc": conv_bc, "S": S}
+
+
+# ---------------------------------------------------------------------------------------------------------------- linear attention
+
+
+def gla(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    q, k, v, gate = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v", "gate"))
+    mapped, d_key = FEATURE_MAPS[c["feature_map"]], q.shape[-1] // c["heads"]
+    logits = precise(linear(linear(x, p["code_proj.weight"]), p["decay_proj.weight"])) + p["decay_bias"]
+    g = F.logsigmoid(logits) / c["gate_logit_normalizer"]
+    inputs = *(heads(precise(mapped(a)), d_key) for a in (q, k)), heads(precise(v), v.shape[-1] // c["heads"]), heads(g, d_key)
+    o, S = run("gated_linear_attention", *inputs, gate="key", scale=d_key**-0.5, pos=pos, initial_state=_of(state, "S"))
+    return _gated_output(p, o, gate, x, eps), {"S": S}
+
+
+def retnet(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    q, k, v, gate = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v", "gate"))
+    mapped, d_key = FEATURE_MAPS[c["feature_map"]], c["d_key"]
+    q, k = (precise(rotary(heads(mapped(a), d_key), pos, c["rope_theta"])) for a in (q, k))
+    count = q.shape[2]
+    g = torch.log1p(-torch.exp2(-c["decay_exponent"] - torch.arange(count, dtype=q.dtype, device=x.device)))
+    inputs = q, k, heads(precise(v), v.shape[-1] // count), g.expand(*x.shape[:2], -1)
+    o, S = run("gated_linear_attention", *inputs, gate="scalar", scale=d_key**-0.5, pos=pos, initial_state=_of(state, "S"))
+    return _gated_output(p, o, gate, x, eps), {"S": S}
+
+
+def hgrn2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    q, f, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "f", "v"))
+    d_key, bound = c["d_key"], c["lower_bound"]
+    k = (1 - bound) * torch.sigmoid(-precise(f))
+    g = torch.log1p(-k) if bound else F.logsigmoid(precise(f))
+    q, k, g = (heads(precise(a), d_key) for a in (F.silu(q), k.to(x.dtype), g))
+    v = heads(precise(v), v.shape[-1] // k.shape[2])
+    o, S = run("gated_linear_attention", q, k, v, g, gate="key", pos=pos, initial_state=_of(state, "S"))
+    return linear(rms_norm(o.flatten(2), p["norm.weight"], eps).to(x.dtype), p["out_proj.weight"]), {"S": S}
+
+
+def _gated_output(p: Parameters, o: Tensor, gate: Tensor, x: Tensor, eps: float) -> Tensor:
+    """A norm per head, the gate, and the output projection."""
+    y = rms_norm(o, p["norm.weight"], eps).flatten(2) * F.silu(precise(gate))
+    return linear(y.to(x.dtype), p["out_proj.weight"])
+
+
+def gsa(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    q, k, v, alpha = (precise(linear(x, p[f"in_proj.{part}.weight"])) for part in ("q", "k", "v", "alpha"))
+    inputs = *(heads(a, c["head_dim"]) for a in (q, k, v)), heads(alpha, c["slots"])
+    options = {"slot_activation": c["slot_activation"], "gate_logit_normalizer": c["gate_logit_normalizer"]}
+    o, state = run("gated_slot_attention", *inputs, **options, pos=pos, initial_state=state)
+    y = rms_norm(F.silu(o.flatten(2)), p["norm.weight"], eps)
+    return linear(y.to(x.dtype), p["out_proj.weight"]), state
+
+
+def delta_net(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    rows: State = {}
+    tails: State = {}
+    for part in ("q", "k", "v"):
+        y, tails[f"conv_{part}"] = convolution(
+            linear(x, p[f"in_proj.{part}.weight"]), p[f"conv_weights.{part}"], None, pos, _of(state, f"conv_{part}")
+        )
+        rows[part] = heads(F.silu(y).to(x.dtype), c["d_value"] if part == "v" else c["d_key"])
+    beta = c["beta_max"] * torch.sigmoid(precise(linear(x, p["in_proj.beta.weight"])))
+    inputs: tuple[Tensor, ...] = unit(rows["q"], eps), unit(rows["k"], eps), precise(rows["v"]), beta
+    if c["kind"] == "gated_delta_net":
+        inputs += (-p["A_log"].exp() * F.softplus(precise(linear(x, p["in_proj.dt.weight"])) + p["dt_bias"]),)
+    o, S = run("delta_rule", *inputs, pos=pos, initial_state=_of(state, "S"))
+    if c["kind"] == "gated_delta_net":
+        return _gated_output(p, o, linear(x, p["in_proj.gate.weight"]), x, eps), {**tails, "S": S}
+    return linear(rms_norm(o, p["norm.weight"], eps).flatten(2).to(x.dtype), p["out_proj.weight"]), {**tails, "S": S}
+
+
+def lattice(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    qk, v, gate, step = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("qk", "v", "gate", "step"))
+    rows, tail = [], qk
+    for name, normalized in (("conv_q", c["unit_queries"]), ("conv_k", c["unit_keys"])):
+        y, tail = convolution(qk, p[name], None, pos, _of(state, "conv"))
+        y = heads((F.silu(y) if c["conv_activation"] == "silu" else y).to(x.dtype), c["slots"])
+        rows.append(unit(y, eps) if normalized else precise(y))
+    gamma = c["step_max"] * torch.sigmoid(precise(step) + p["step_bias"])
+    scale = c["head_dim"] ** -0.5 if c["value_scale"] is None else c["value_scale"]
+    count = gamma.shape[-1]
+    slots = p["S0"] if "S0" in p else torch.eye(c["head_dim"], c["slots"], dtype=gamma.dtype, device=x.device).expand(count, -1, -1)
+    options: dict[str, Any] = {"variant": c["variant"], "project": c["project"]}
+    if c["forget"]:
+        options["mu"] = torch.sigmoid(precise(linear(x, p["in_proj.forget.weight"])) + p["forget_bias"])
+    if c["sparsity"]:
+        options["tau"] = c["sparsity"] * gamma
+    inputs = *rows, heads(precise(scale * v), c["head_dim"]), gamma, slots
+    o, S = run("lattice", *inputs, **options, pos=pos, initial_state=_of(state, "S"))
+    y = o.flatten(2)
+    if c["output_norm"]:
+        y = rms_norm(y, p["norm.weight"], eps)
+    return linear((y * F.gelu(precise(gate))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "S": S}
+
+
+# ----------------------------------------------------------------------------------------------------------------------- attention
+
+
+def attention(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    """The State has the keys, rotated, and values that later tokens may attend to."""
+    q, k, v = (heads(linear(x, p[f"in_proj.{part}.weight"]), c["head_dim"]) for part in ("q", "k", "v"))
+    if c["rope_theta"] is not None:
+        q, k = rotary(q, pos, c["rope_theta"]), rotary(k, pos, c["rope_theta"])
+    if state is not None:
+        k, v = torch.cat((state["k"], k), dim=1), torch.cat((state["v"], v), dim=1)
+    length, seen = q.shape[1], k.shape[1] - q.shape[1]
+    # a token sees what is at most `pos` tokens before it, which is its document, and inside the window
+    distance = torch.arange(seen, seen + length, device=x.device)[:, None] - torch.arange(seen + length, device=x.device)
+    visible = (distance >= 0) & (distance <= pos[:, :, None])
+    if c["window"] is not None:
+        visible &= distance < c["window"]
+    group = q.shape[2] // k.shape[2]
+    keys, values = (a.repeat_interleave(group, dim=2).transpose(1, 2) for a in (k, v))
+    y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible[:, None])
+    kept = k.shape[1] if c["window"] is None else min(k.shape[1], c["window"] - 1)
+    return linear(y.transpose(1, 2).flatten(2), p["out_proj.weight"]), {"k": _last(k, kept), "v": _last(v, kept)}
+
+
+def swiglu(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    gate, up = linear(x, p["in_proj.gate.weight"]), linear(x, p["in_proj.up.weight"])
+    return linear((F.silu(precise(gate)) * precise(up)).to(x.dtype), p["out_proj.weight"]), {}
+
+
+def bmojo(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    """Attention over a window, over outputs of a state space model, and over the tokens that these predict worst."""
+    ssm_state = None if state is None else {name[4:]: a for name, a in state.items() if name.startswith("ssm.")}
+    ssm = {name[4:]: a for name, a in p.items() if name.startswith("ssm.")}
+    fading, ssm_state = mamba(ssm, c["ssm"], x, pos, ssm_state, eps)
+    final: State = {f"ssm.{name}": a for name, a in ssm_state.items()}
+    score, final["y"] = _innovation(fading.detach(), c, pos, _of(state, "y"))
+    q = heads(linear(x, p["q_proj.weight"]), c["head_dim"])
+    rows = {}
+    for part in ("k", "v"):
+        row = linear(x, p[f"kv_proj.{part}.weight"])
+        if c["d_conv"] is not None:
+            row, final[f"conv_{part}"] = convolution(row, p[f"conv_weights.{part}"], None, pos, _of(state, f"conv_{part}"))
+            row = row.to(x.dtype)
+        rows[part] = heads(row, c["head_dim"])
+        rows[f"fading_{part}"] = heads(linear(fading, p[f"kv_proj.{part}.weight"]), c["head_dim"])
+    memory = None if state is None else {name: a for name, a in state.items() if name in _MEMORY}
+    y, memory = _eidetic_attention(q, rows, score, c, pos, memory)
+    return linear(y.flatten(2).to(x.dtype), p["out_proj.weight"]), {**final, **memory}
+
+
+def _innovation(y: Tensor, c: Settings, pos: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Size of each output's difference from a mean of those before it, [B, T], and the last `predictor` outputs."""
+    count, length = c["predictor"], y.shape[1]
+    weights = [1 / count if c["predictor_weights"] == "uniform" else 0.5**n / (1 - 0.5**count) for n in range(1, count + 1)]
+    outputs = torch.cat((y.new_zeros(y.shape[0], count, y.shape[2]) if tail is None else tail, y), dim=1)
+    error = precise(y)
+    for back, weight in enumerate(weights, 1):
+        before = precise(outputs[:, count - back : count - back + length])
+        error = error - weight * torch.where((pos >= back)[..., None], before, 0.0)
+    norms = {"l2": error.square().mean(-1).sqrt(), "l1": error.abs().mean(-1), "max": error.abs().amax(-1)}
+    return norms[c["innovation_norm"]], _last(outputs, count)
+
+
+_MEMORY = ("k", "v", "fading_k", "fading_v", "best_k", "best_v", "score", "where", "frozen_k", "frozen_v", "frozen", "seen")
+
+
+def _eidetic_attention(q: Tensor, rows: State, score: Tensor, c: Settings, pos: Tensor, state: State | None) -> Result:
+    """A loop over tokens. In the State the newest rows are last; `seen` of them are tokens of the current document."""
+    window, n_best = c["window"], c["eidetic"]
+    n_fading, sliding = (c["fading_tokens"] if c["fading"] == "chunk" else 0), c["fading"] == "sliding"
+    tail = 2 * window - 1 if sliding else n_fading
+    group, device = q.shape[2] // rows["k"].shape[2], q.device
+    s = dict(state) if state is not None else _empty_memory(rows["k"], score, window, tail, n_best, n_best + n_fading)
+    outputs = []
+    for t in range(q.shape[1]):
+        at = pos[:, t]
+        s["seen"] = torch.minimum(s["seen"], at)
+        # what was selected is published at multiples of the window, and attended until the next one
+        s["score"] = torch.where((at == 0)[:, None], -torch.inf, s["score"])
+        s["frozen"] = s["frozen"] & (at >= window)[:, None]
+        publish = (at >= window) & (at % window == 0)
+        if bool(publish.any()):
+            newest = torch.arange(n_fading, 0, -1, device=device) <= s["seen"][:, None]
+            valid = torch.cat((s["score"] > -torch.inf, newest), dim=1)
+            s["frozen"] = torch.where(publish[:, None], valid, s["frozen"])
+            for part in ("k", "v"):
+                selected = torch.cat((s[f"best_{part}"], _last(s[f"fading_{part}"], n_fading)), dim=1)
+                s[f"frozen_{part}"] = torch.where(publish[:, None, None, None], selected, s[f"frozen_{part}"])
+        new = {name: row[:, t] for name, row in rows.items()}
+        s |= {name: torch.cat((s[name], row[:, None]), dim=1) for name, row in new.items()}
+        ages = torch.arange(window - 1, -1, -1, device=device)
+        visible = [ages <= s["seen"][:, None], s["frozen"]]
+        keys, values = [s["k"], s["frozen_k"]], [s["v"], s["frozen_v"]]
+        if sliding:
+            ages = torch.arange(2 * window - 1, window - 1, -1, device=device)
+            visible.append(ages <= s["seen"][:, None])
+            keys.append(s["fading_k"][:, :window])
+            values.append(s["fading_v"][:, :window])
+        K, V = (torch.cat(parts, dim=1).repeat_interleave(group, dim=2).transpose(1, 2) for parts in (keys, values))
+        mask = torch.cat(visible, dim=1)[:, None, None]
+        outputs.append(F.scaled_dot_product_attention(q[:, t, :, None], K, V, attn_mask=mask)[:, :, 0])
+        for part in ("k", "v"):
+            s[part], s[f"fading_{part}"] = _last(s[part], window - 1), _last(s[f"fading_{part}"], tail)
+        s["seen"] = s["seen"] + 1
+        if n_best:
+            s |= _with_candidate(s, new["k"], new["v"], score[:, t], at)
+    return torch.stack(outputs, dim=1), s
+
+
+def _with_candidate(s: State, k: Tensor, v: Tensor, score: Tensor, at: Tensor) -> State:
+    """The best tokens when one more may be among them. The smallest score goes; of equal ones, that of the youngest token."""
+    scores, where = torch.cat((s["score"], score[:, None]), dim=1), torch.cat((s["where"], at[:, None].to(torch.int64)), dim=1)
+    smallest = scores == scores.amin(1, keepdim=True)
+    leaves = torch.where(smallest, where, -2).argmax(1)
+    # the new one takes the place of the one that goes, unless it goes itself
+    replaced = torch.arange(scores.shape[1] - 1, device=score.device) == leaves[:, None]
+    found = {"score": torch.where(replaced, score[:, None], s["score"]), "where": torch.where(replaced, where[:, -1:], s["where"])}
+    for name, row in (("best_k", k), ("best_v", v)):
+        found[name] = torch.where(replaced[..., None, None], row[:, None], s[name])
+    return found
+
+
+def _empty_memory(k: Tensor, score: Tensor, window: int, tail: int, n_best: int, n_frozen: int) -> State:
+    sizes = {"": window - 1, "fading_": tail, "best_": n_best, "frozen_": n_frozen}
+    rows = {f"{name}{part}": k.new_zeros(k.shape[0], size, *k.shape[2:]) for name, size in sizes.items() for part in ("k", "v")}
+    batch, device = k.shape[0], k.device
+    return {
+        **rows,
+        "score": torch.full((batch, n_best), -torch.inf, dtype=score.dtype, device=device),
+        "where": torch.full((batch, n_best), -1, dtype=torch.int64, device=device),
+        "frozen": torch.zeros(batch, n_frozen, dtype=torch.bool, device=device),
+        "seen": torch.zeros(batch, dtype=torch.int32, device=device),
+    }
+
+
+def _last(x: Tensor, count: int) -> Tensor:
+    return x[:, x.shape[1] - count :]
+
+
+MIXERS: dict[str, Callable[..., Result]] = {
+    "attention": attention,
+    "bmojo": bmojo,
+    "delta_net": delta_net,
+    "gated_delta_net": delta_net,
+    "gla": gla,
+    "gsa": gsa,
+    "hgrn2": hgrn2,
+    "lattice": lattice,
+    "longhorn": longhorn,
+    "mamba": mamba,
+    "mamba2": mamba2,
+    "retnet": retnet,
+    "swiglu": swiglu,
+}

@@ -1,0 +1,177 @@
+"""A language model trained with Baton, for transformers. Its cache is the recurrent State of every layer."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from baton.models.interchange.remote.configuration_baton import BatonConfig
+from baton.models.interchange.remote.mixers_baton import MIXERS, State, precise, rms_norm
+
+
+class BatonCache:
+    """What later tokens need of earlier ones.
+
+    Attributes:
+        states: State of each sub-block, by its name in the model.
+        next_pos: position of each row's next token, [batch].
+        tokens: tokens read so far, padding included.
+    """
+
+    def __init__(self, states: dict[str, State], next_pos: Tensor, tokens: int) -> None:
+        self.states, self.next_pos, self.tokens = states, next_pos, tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens read so far."""
+        return self.tokens
+
+    def reorder_cache(self, beam_idx: Tensor) -> "BatonCache":
+        """The rows of beam_idx."""
+        states = {place: {name: x[beam_idx] for name, x in state.items()} for place, state in self.states.items()}
+        self.states, self.next_pos = states, self.next_pos[beam_idx]
+        return self
+
+
+class Parameters(nn.Module):
+    """Parameters by dotted names, whose parts are modules."""
+
+    def __init__(self, shapes: Mapping[str, list[int]]) -> None:
+        super().__init__()
+        inner: dict[str, dict[str, list[int]]] = {}
+        for name, shape in shapes.items():
+            first, _, rest = name.partition(".")
+            if rest:
+                inner.setdefault(first, {})[rest] = shape
+            else:
+                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        for name, below in inner.items():
+            self.add_module(name, Parameters(below))
+
+
+class Norm(nn.Module):
+    """RMSNorm, in float32."""
+
+    def __init__(self, config: BatonConfig) -> None:
+        super().__init__()
+        self.eps, self.weight = config.norm_eps, nn.Parameter(torch.empty(config.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class BatonBlock(nn.Module):
+    """mixer(norm(x)), to be added to x."""
+
+    def __init__(self, config: BatonConfig, name: str) -> None:
+        super().__init__()
+        self.settings, self.eps = config.mixers[name], config.norm_eps
+        self.norm = Norm(config)
+        self.mixer = Parameters(self.settings["parameters"])
+
+    def forward(self, x: Tensor, pos: Tensor, state: State | None, dtype: torch.dtype) -> tuple[Tensor, State]:
+        """x [batch, tokens, width] in float32; dtype: of the mixer's matrix products."""
+        normed = self.norm(x).to(dtype)
+        parameters = dict(self.mixer.named_parameters())
+        return MIXERS[self.settings["kind"]](parameters, self.settings, normed, pos, state, self.eps)
+
+
+class BatonForCausalLM(PreTrainedModel, GenerationMixin):
+    """input_ids [batch, tokens] -> logits [batch, tokens, vocab_size] in float32.
+
+    Zeros of attention_mask are padding in front of a row (padding_side="left"); the State of a row does not depend on it. Packed
+    documents are told apart by position_ids, which begin again at 0.
+    """
+
+    config_class = BatonConfig
+    base_model_prefix = "baton"
+    _no_split_modules = ["BatonBlock"]  # noqa: RUF012
+    # rounded to bfloat16 these would give another recurrence
+    _keep_in_fp32_modules_strict = [  # noqa: RUF012
+        "norm", "A_log", "D", "dt_bias", "beta_bias", "decay_bias", "step_bias", "forget_bias", "S0", "conv_weight", "conv_weights",
+        "conv_bias", "bc_conv_weight", "bc_conv_bias", "conv_q", "conv_k",
+    ]  # fmt: skip
+
+    def __init__(self, config: BatonConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(nn.ModuleDict({name: BatonBlock(config, name) for name in names}) for names in config.layers)
+        self.norm = Norm(config)
+        if not config.tie_word_embeddings:
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+            else:
+                nn.init.ones_(parameter)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embedding = value
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: BatonCache | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """labels: input_ids with -100 where nothing is to be predicted; they are shifted here. logits_to_keep: of the last tokens,
+        as many; 0: all."""
+        past, length = past_key_values, input_ids.shape[1]
+        pos = self._positions(input_ids, attention_mask, past) if position_ids is None else position_ids.to(torch.int32)
+        x = precise(self.embedding(input_ids))
+        dtype, states = self.embedding.weight.dtype, {}
+        for number, layer in enumerate(self.layers):
+            for name, block in cast(nn.ModuleDict, layer).items():
+                place = f"{number}.{name}"
+                y, states[place] = block(x, pos, None if past is None else past.states[place], dtype)
+                x = x + y
+        hidden = self.norm(x[:, -logits_to_keep:]).to(dtype)
+        logits = precise(F.linear(hidden, self.embedding.weight if self.config.tie_word_embeddings else self.head.weight))
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        tokens = length + (0 if past is None else past.tokens)
+        cache = BatonCache(states, pos[:, -1] + 1, tokens) if use_cache is not False else None
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    @staticmethod
+    def _positions(input_ids: Tensor, attention_mask: Tensor | None, past: BatonCache | None) -> Tensor:
+        """Of each token in its row's text; padding in front has position 0, as the first token has, which resets the States."""
+        batch, length = input_ids.shape
+        if past is not None:
+            return past.next_pos[:, None] + torch.arange(length, dtype=torch.int32, device=input_ids.device)
+        if attention_mask is None:
+            return torch.arange(length, dtype=torch.int32, device=input_ids.device).expand(batch, -1)
+        return (attention_mask.cumsum(1) - 1).clamp(min=0).to(torch.int32)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: BatonCache | None = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = True,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """The tokens that the cache has not read."""
+        unread = input_ids if past_key_values is None else input_ids[:, past_key_values.tokens :]
+        mask = attention_mask if past_key_values is None else None
+        found = {"input_ids": unread, "attention_mask": mask, "past_key_values": past_key_values, "use_cache": use_cache}
+        return {**found, "logits_to_keep": 1}

@@ -1,0 +1,226 @@
+"""Models that no other library has: transformers loads the exported folder with the code in it, and computes the same."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.compare import relative_error
+from support.recurrences import positions, seeded
+
+from baton.launcher.interchange import import_model
+from baton.models.config import ModelConfig
+from baton.models.interchange.mapping import to_theirs
+from baton.models.interchange.registry import family_of_model
+from baton.models.interchange.remote.export import BatonFamily
+from baton.models.library import language_model
+from baton.models.settings import kinds
+from baton.parallel.param_layout import named_layouts
+from baton.training.evaluation.generation import generate
+
+CASES = {kind: [kind] for kind in kinds()} | {
+    "attention, whole document": ["attention"],
+    "bmojo, sliding": ["bmojo"],
+    "lattice, all options": ["lattice"],
+    "longhorn, as printed": ["longhorn"],
+    "mamba, as printed": ["mamba"],
+    "hybrid": ["mamba", "lattice+swiglu", "bmojo"],
+    "another hybrid": ["gated_delta_net*2", "attention+swiglu"],
+}
+pytestmark = pytest.mark.usefixtures("remote_code")
+
+SETTINGS = {
+    "attention, whole document": {"window": None, "rope_theta": None},
+    "bmojo, sliding": {"fading": "sliding", "predictor_weights": "uniform", "innovation_norm": "l1", "d_conv": None},
+    "lattice, all options": {
+        "variant": "enc", "project": False, "forget": True, "sparsity": 0.01, "initial_slots": "learned", "step_max": 2.0,
+        "conv_activation": "silu", "unit_queries": True, "value_scale": 0.3, "output_norm": False,
+    },
+    "longhorn, as printed": {"skip": False, "beta_bias": False},
+    "mamba, as printed": {"skip": False, "discretization": "zoh"},
+}  # fmt: skip
+VOCAB = 61
+
+
+def model_of(case):
+    mixers = {name: cls.small().model_dump() for name, cls in kinds().items() if any(name in entry for entry in CASES[case])}
+    mixers = {name: values for name, values in mixers.items() if any(name in e.split("*")[0].split("+") for e in CASES[case])}
+    for name in mixers:
+        mixers[name] |= SETTINGS.get(case, {})
+    return ModelConfig(
+        d_model=48, n_layers=3, vocab_size=VOCAB, pattern=CASES[case], mixers=mixers, tie_embeddings=case != "another hybrid"
+    )
+
+
+def ours_of(model):
+    """A random model, and its weights by name."""
+    built, g, weights = language_model(model), torch.Generator().manual_seed(3), {}
+    with torch.no_grad():
+        for parameter in built.parameters():  # norms begin at 1, biases at 0
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=g))
+    for name, parameter, layout in named_layouts(built):
+        for block in layout.shard_boxes(name, 0, 1):
+            weights[block.name] = parameter.detach()[block.local_row : block.local_row + block.extent[0]].clone()
+    return built, weights
+
+
+def write(model, weights, folder, dtype=torch.float32):
+    family = BatonFamily()
+    folder.mkdir()
+    theirs = to_theirs(family.maps(model), weights)
+    theirs = {name: x if family.keeps_float32(model, name) else x.to(dtype) for name, x in theirs.items()}
+    save_file(theirs, folder / "model.safetensors", metadata={"format": "pt"})
+    values = family.config(model) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(values))
+    for name, text in family.code().items():
+        (folder / name).write_text(text)
+
+
+def loaded(folder, **words):
+    import transformers
+
+    found, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True, **words
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return found.eval()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_ours(case, tmp_path):
+    """With documents packed into rows; in one piece, and in two with the cache between them. And what is read again is the same."""
+    model = model_of(case)
+    ours, weights = ours_of(model)
+    write(model, weights, tmp_path / "out")
+    theirs, g = loaded(tmp_path / "out"), seeded(1)
+    tokens, pos = torch.randint(VOCAB, (2, 25), generator=g), positions(g, 2, 25, 0.08).to(torch.int32)
+    expected = ours.logits(ours(tokens, pos)[0])[..., :VOCAB]
+    found = theirs(tokens, position_ids=pos).logits
+    assert relative_error(found, expected) <= 1e-5
+    first = theirs(tokens[:, :14], position_ids=pos[:, :14])
+    second = theirs(tokens[:, 14:], position_ids=pos[:, 14:], past_key_values=first.past_key_values)
+    assert relative_error(torch.cat((first.logits, second.logits), dim=1), expected) <= 1e-5
+
+    cotangent = torch.randn(expected.shape, generator=g)
+    expected.backward(cotangent)
+    found.backward(cotangent)
+    gradients = dict(theirs.named_parameters())
+    for name, parameter, layout in named_layouts(ours):
+        for block in layout.shard_boxes(name, 0, 1):
+            rows = parameter.grad[block.local_row : block.local_row + block.extent[0]]
+            gradient = gradients[block.name].grad
+            if gradient is None:  # of scores, which only select
+                assert rows.count_nonzero() == 0, block.name
+            else:
+                assert relative_error(gradient, rows[: len(gradient)]) <= 2e-5, block.name
+
+    assert import_model(tmp_path / "out", tmp_path / "again")[0] == model
+    again = load_file(tmp_path / "again.safetensors")
+    assert again.keys() == weights.keys()
+    for name, x in weights.items():
+        rows = slice(VOCAB if x.shape[0] == model.padded_vocab_size else None)
+        assert torch.equal(again[name][rows], x[rows]), name
+
+
+@pytest.mark.parametrize("case", ["lattice", "longhorn", "hybrid", "another hybrid"])
+def test_generation_of_padded_prompts_is_ours(case, tmp_path):
+    """One prompt and eight of unequal length, token by token; with a beam search, whose rows change places."""
+    model = model_of(case)
+    ours, weights = ours_of(model)
+    write(model, weights, tmp_path / "out")
+    theirs, g = loaded(tmp_path / "out"), seeded(2)
+    prompts = [torch.randint(VOCAB, (length,), generator=g).tolist() for length in (11, 3, 1, 7, 17, 5, 2, 9)]
+    expected = [generate(ours, prompt, tokens=12, vocab_size=VOCAB, stop=None, temperature=0) for prompt in prompts]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[5] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    words = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert theirs.generate(ids, attention_mask=mask, **words)[:, width:].tolist() == expected
+    alone = theirs.generate(torch.tensor([prompts[0]]), **words)
+    assert alone[0, len(prompts[0]) :].tolist() == expected[0]
+    beams = [theirs.generate(ids, attention_mask=mask, num_beams=3, use_cache=cached, **words) for cached in (True, False)]
+    assert torch.equal(*beams)
+
+
+def test_a_bfloat16_folder_keeps_in_float32_what_recurrences_need(tmp_path):
+    """In the files and once loaded, for every kind of mixer."""
+    for case in kinds():
+        model = model_of(case)
+        ours, weights = ours_of(model)
+        write(model, weights, tmp_path / case, torch.bfloat16)
+        theirs, family = loaded(tmp_path / case, dtype="auto"), BatonFamily()
+        for name, parameter in theirs.named_parameters():
+            expected = torch.float32 if family.keeps_float32(model, name) else torch.bfloat16
+            assert parameter.dtype == expected, (case, name)
+        tokens = torch.randint(VOCAB, (2, 9), generator=seeded(4))
+        with torch.no_grad():
+            expected = ours.logits(ours(tokens, torch.arange(9, dtype=torch.int32).expand(2, -1))[0])[..., :VOCAB]
+            assert relative_error(theirs(tokens).logits, expected) <= 4e-2, case
+
+
+ALONE = """
+import sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("baton", "deepspeed", "megatron", "triton", "fla", "pydantic"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refused())
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+torch.save(model(torch.arange(20)[None] % 61).logits.detach(), sys.argv[2])
+"""
+
+
+def test_neither_baton_nor_what_it_trains_with_is_needed(tmp_path):
+    model = model_of("hybrid")
+    ours, weights = ours_of(model)
+    write(model, weights, tmp_path / "out")
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "alone")}
+    command = [sys.executable, "-P", "-c", ALONE, tmp_path / "out", tmp_path / "logits.pt"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    with torch.no_grad():
+        expected = ours.logits(ours(torch.arange(20)[None] % VOCAB, torch.arange(20, dtype=torch.int32)[None])[0])[..., :VOCAB]
+    assert relative_error(torch.load(tmp_path / "logits.pt"), expected) <= 1e-5
+
+
+def test_installed_kernels_take_the_same_arguments(monkeypatch, tmp_path):
+    """On a GPU they compute the recurrences; here their CPU form does, in place of the loops."""
+    from importlib import import_module
+
+    from baton.models.interchange.remote import recurrences_baton
+
+    for case in ("hybrid", "longhorn", "gla", "gsa", "delta_net", "lattice, all options", "mamba2"):
+        model = model_of(case)
+        ours, weights = ours_of(model)
+        write(model, weights, tmp_path / case)
+        theirs = loaded(tmp_path / case)
+        recurrences = sys.modules[type(theirs).__module__.replace("modeling_baton", "recurrences_baton")]
+        called = []
+
+        def kernel(name, called=called):
+            def call(*words, **others):
+                called.append(name)
+                return getattr(import_module(f"baton.kernels.{name}.op"), name)(*words, **others)
+
+            return call
+
+        assert recurrences.LOOPS.keys() == recurrences_baton.LOOPS.keys()
+        monkeypatch.setattr(recurrences, "LOOPS", {name: kernel(name) for name in recurrences.LOOPS})
+        tokens = torch.randint(VOCAB, (2, 21), generator=seeded(5))
+        with torch.no_grad():
+            expected = ours.logits(ours(tokens, torch.arange(21, dtype=torch.int32).expand(2, -1))[0])[..., :VOCAB]
+            assert relative_error(theirs(tokens).logits, expected) <= 1e-5, case
+        assert called, case
+
+
+def test_every_models_format_is_known():
+    assert isinstance(family_of_model(model_of("hybrid")), BatonFamily)
+    assert not isinstance(family_of_model(model_of("mamba")), BatonFamily)
