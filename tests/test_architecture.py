@@ -12,6 +12,7 @@ import tarfile
 import tokenize
 import tomllib
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,7 @@ def module_file(name):
     return None
 
 
+@cache
 def import_graph():
     """Files that each file of the packages imports, wherever in it. Modules of a package that it lists itself are left out."""
     graph = {}
@@ -104,15 +106,18 @@ def circles(graph):
     }
 
 
+@cache
 def imported(path):
-    """Dotted names of baton's modules that a file imports, wherever in it."""
+    """Dotted names of baton's modules that a file imports, wherever in it; several tests ask for every file's."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "baton")
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] == "baton"]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; write baton.…"
             if node.module and node.module.split(".")[0] == "baton":
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(found)
 
 
 @pytest.mark.parametrize("package", ARROWS)
@@ -161,11 +166,16 @@ def test_few_files_import_any_one_module():
 def test_the_arrow_test_sees_a_wrong_import(tmp_path):
     wrong = tmp_path / "wrong.py"
     wrong.write_text("def f():\n    from baton.training import loop\n")
-    assert list(imported(wrong)) == ["baton.training.loop"]
+    assert imported(wrong) == ("baton.training.loop",)
 
 
+@cache
 def bound(path):
-    """Names that a module binds at its top level."""
+    """Names that a module binds."""
+    return frozenset(_bound(path))
+
+
+def _bound(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -183,7 +193,7 @@ def unresolved(path):
         if whole.is_dir() or whole.with_suffix(".py").is_file():
             continue
         file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
-        if not file.is_file() or leaf not in set(bound(file)):
+        if not file.is_file() or leaf not in bound(file):
             yield name
 
 

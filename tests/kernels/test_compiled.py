@@ -1,6 +1,8 @@
 """The Triton kernels compile for GPUs that this machine does not have, without register spills.
 
-One configuration of each kernel for an H200 in the default suite; all of them on all architectures in the long form.
+One configuration of each kernel for an H200 in the default suite; all of them on all architectures in the long form. The default
+suite compiles those that are not what they were when tests/support/compiled_kernels.json was written, which
+`python tests/support/compiled.py write` does again; the long form compiles all and compares.
 """
 
 import json
@@ -19,7 +21,7 @@ PROGRAM = Path(__file__).resolve().parent.parent / "support" / "compiled.py"
 
 @pytest.fixture(scope="module", params=["each", pytest.param("all", marks=pytest.mark.long)])
 def compiled(request, tmp_path_factory):
-    """Registers, stack and shared memory of every listed kernel; compiled anew, nothing from a cache."""
+    """Registers, stack and shared memory of every listed kernel."""
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     settings["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, "-P", str(PROGRAM), request.param]
@@ -31,6 +33,21 @@ def compiled(request, tmp_path_factory):
 def test_no_kernel_spills(compiled):
     assert len(compiled["kernels"]) >= {"each": 40, "all": 240}[compiled["form"]]
     assert {name: found["stack"] for name, found in compiled["kernels"].items() if found["stack"]} == {}
+
+
+@pytest.mark.parametrize("compiled", [pytest.param("all", marks=pytest.mark.long)], indirect=True)
+def test_what_is_written_of_kernels_is_what_the_compiler_says(compiled):
+    written = json.loads(PROGRAM.with_name("compiled_kernels.json").read_text())
+    reports = list(compiled["kernels"].values())
+    assert len(written) >= 40
+    assert all(report in reports for report in written.values()), "write it again"
+
+
+def test_a_kernel_that_was_changed_is_compiled(compiled):
+    """Another kernel or architecture has another digest, and what is written is by digest."""
+    written = json.loads(PROGRAM.with_name("compiled_kernels.json").read_text())
+    assert len(set(compiled["digests"])) == 4
+    assert set(compiled["digests"]) & set(written) <= set(compiled["digests"][1::2])
 
 
 def test_walks_over_tokens_ask_for_what_they_load(compiled):

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from support.compare import relative_error
+from support.long_form import every_pair, some
 from support.prefetch_trace import asking_watched
 from support.recurrences import positions, seeded
 
@@ -56,9 +57,7 @@ def compare(length, width, *, tail, starts, silu, dtype=torch.float32, config=LA
         assert relative_error(found[name].double().cpu(), value) <= LIMITS[dtype], (name, length, width)
 
 
-@pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("starts", [False, True])
-@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize(("tail", "starts", "silu"), every_pair((False, True), (False, True), (False, True)))
 def test_outputs_and_gradients_are_the_definitions(tail, starts, silu):
     """Within a span, over spans with a short last one, and segments shorter than the tail."""
     for length, width in ((8, 4), (21, 4), (2, 4), (16, 3), (5, 1), (9, 2)):
@@ -74,7 +73,7 @@ def test_bfloat16_is_rounded_once():
     compare(21, 4, tail=True, starts=True, silu=True, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("tail", some((False, True), (True,)))
 def test_a_tail_that_is_not_wanted_or_not_taken_changes_nothing(tail):
     """Outputs and gradients have the bits of a run with a zero cotangent; spans that are whole blocks, and one that is not."""
     for length in (2, 16, 21):

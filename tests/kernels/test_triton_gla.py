@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.bfloat16 import products_of_bfloat16
 from support.compare import relative_error
+from support.long_form import some
 from support.recurrences import positions, seeded
 from support.rounding import products_are_rounded
 
@@ -93,14 +94,14 @@ def test_outputs_and_gradients_are_the_definitions(gate, starts):
     compare(gate, SIZES[gate], SMALL, starts=starts, strength=20.0 if starts else 1.0)
 
 
-@pytest.mark.parametrize("gate", SIZES)
+@pytest.mark.parametrize("gate", some(SIZES, ("key", "scalar")))
 def test_a_sequence_may_be_cut_into_pieces(gate):
     """If heads and states give too few programs."""
     heads = SIZES[gate][2:5]
     compare(gate, (1, 130, *heads, 6, 5), replace(SMALL, target_programs=1 << 20), starts=gate in ("none", "key"))
 
 
-@pytest.mark.parametrize("gate", ["scalar", "value", *(pytest.param(gate, marks=pytest.mark.long) for gate in ("none", "key"))])
+@pytest.mark.parametrize("gate", some(("scalar", "value", "none", "key"), ("scalar",)))
 def test_few_scores_are_kept_and_many_are_made_again(gate, monkeypatch):
     made, scores = [], triton_launch.LinearAttentionLaunch.launch_scores
     monkeypatch.setattr(
@@ -227,7 +228,7 @@ def test_slots_are_two_passes():
     [
         (torch.float32, "columns"),
         (torch.bfloat16, "apart"),
-        (torch.bfloat16, "in time"),
+        pytest.param(torch.bfloat16, "in time", marks=pytest.mark.long),
         pytest.param(torch.bfloat16, "columns", marks=pytest.mark.long),
         pytest.param(torch.float32, "apart", marks=pytest.mark.long),
         pytest.param(torch.float32, "in time", marks=pytest.mark.long),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import relative_error
+from support.long_form import every_pair
 from support.prefetch_trace import LINE, asking_watched
 from support.recurrences import positions, seeded
 
@@ -120,8 +121,7 @@ SIZES = ((2, 16, 32, 8), (1, 37, 11, 5))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize(("starts", "fused"), every_pair((False, True), (False, True)))
 def test_outputs_and_gradients_are_the_definitions(kind, starts, fused):
     """Unsplit and split, even and odd sizes, with and without document starts, activation and gate."""
     for config, sizes in zip((WHOLE, CUT) if starts == fused else (CUT, WHOLE), SIZES):

@@ -28,7 +28,7 @@ def test_a_source_that_is_waited_for_is_seen_in_the_record_and_in_the_ledger(inp
     """A pipe that gives no document before a file is there, which appears HELD_S after rank 0 began to wait."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the signs of life are there
     gate = tmp_path / "gate"
-    closed = f"case {{}} in train-*.tar) while [ ! -e {gate} ]; do sleep 0.02; done;; esac"
+    closed = f"case {{}} in train-*.tar) while [ ! -e {gate} ]; do sleep 0.2; done;; esac"
     words = (*SAME_PLACES, f"data.path=pipe:{closed}; cat {inputs.shards}/{{}}", f"training.steps={STEPS}")
     words += ("training.schedule.warmup_steps=1", "training.evaluation.every=0", "data.prefetch=1", "data.unit_documents=2")
     running = launch(tmp_path / "run", str(inputs.run), *words, where=inputs.run.parent)

@@ -113,6 +113,7 @@ def test_bmojo_recalls_pairs_outside_its_window_and_the_window_alone_does_not(si
     assert accuracy(eidetic=0, fading_tokens=0) <= 0.5
 
 
+@pytest.mark.long
 def test_a_stack_of_bmojo_alone_learns_to_recall(single_mesh):
     """Without convolutions of keys and values it has learned less than half of it by then; see the test below."""
     assert learn(single_mesh, ("bmojo",), {"bmojo": BMOJO}, OUTSIDE, steps=250) >= 0.95

@@ -4,6 +4,7 @@ The launch configurations are those that runs use. A process of its own, because
 it interprets it.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -14,6 +15,9 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+
+REPORTS = Path(__file__).with_name("compiled_kernels.json")
+"""What `write` has written: reports by digest of what they depend on. A kernel that is changed is not in it, and is compiled."""
 
 CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
@@ -603,6 +607,20 @@ def one(number, arch):
     return f"{name}, sm_{arch}", report(kernel, signature(kernel, constants, dtype), constants, arch, warps)
 
 
+def digest(number, arch):
+    """Of all that the report of the number-th configuration depends on: sources, constants, types, and the compiler."""
+    import triton
+
+    name, kernel, constants, warps, dtype = list(kernels(arch))[number]
+    what = name, kernel.cache_key, sorted(constants.items(), key=str), signature(kernel, constants, dtype), warps, arch
+    return hashlib.sha256(f"{triton.__version__} {what}".encode()).hexdigest()
+
+
+def known():
+    """Reports of what was compiled before, by digest."""
+    return json.loads(REPORTS.read_text(encoding="utf-8"))
+
+
 def of_each_kernel():
     """Numbers of configurations of which every kernel has one: a cheap one where they differ."""
     chosen = {}
@@ -627,10 +645,15 @@ def blocks_of(name):
 
 
 def main():
-    """Argument: `all` for every configuration on every architecture, `each` for one of each kernel."""
+    """Argument: `all` for every configuration on every architecture; `each` for one of each kernel, of which those are compiled
+    that are not among the reports; `write` writes the reports of those."""
     every = sys.argv[1] == "all"
     listed = list(kernels(MAIN))  # before processes are forked: they share what is imported
     numbers = range(len(listed)) if every else of_each_kernel()
+    digests = {number: digest(number, MAIN) for number in of_each_kernel()}
+    reports = known() if sys.argv[1] == "each" else {}
+    before = {f"{listed[n][0]}, sm_{MAIN}": reports[key] for n, key in digests.items() if key in reports}
+    numbers = [number for number in numbers if digests.get(number) not in reports]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         few = pool.submit(starved)
         walks = {name: pool.submit(blocks_of, name) for name in ("longhorn backward", "mamba backward") if every}
@@ -639,7 +662,12 @@ def main():
             for number in numbers
             for arch in ((MAIN,) if ", " in listed[number][0] or not every else ARCHITECTURES)
         ]
-        found = {"kernels": dict(job.result() for job in jobs), "starved": few.result()}
+        found = {"kernels": before | dict(job.result() for job in jobs), "starved": few.result()}
+        if sys.argv[1] == "write":
+            rows = {digests[number]: found["kernels"][f"{listed[number][0]}, sm_{MAIN}"] for number in numbers}
+            REPORTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")
+            return
+        found["digests"] = [digest(number, arch) for number in of_each_kernel()[:2] for arch in (80, MAIN)]
         json.dump({**found, "blocks": {name: job.result() for name, job in walks.items()}}, sys.stdout)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 MARK = "BATON_TESTS"  # in the environment of everything the tests start: the id of the process that runs the tests
 SHOWN = 10
+SHORT_S = 0.2
 
 
 def _spent_by(process: psutil.Process) -> float:
@@ -55,8 +56,12 @@ class Costs:
         self.last = _spent(self.mark)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item):
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None):
+        began = time.monotonic()
         result = yield
+        # short tests of one file together: to look at all processes takes some milliseconds
+        if nextitem is not None and nextitem.location[0] == item.location[0] and time.monotonic() - began < SHORT_S:
+            return result
         now = _spent(self.mark)
         # a process that ended and was waited for by a parent outside the tree takes its time with it
         self.seconds[item.location[0]] += max(0.0, now - self.last)

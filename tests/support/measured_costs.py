@@ -146,6 +146,7 @@ def measure():
         def __init__(self):
             super().__init__()
             self.made = {}
+            gc.freeze()  # what there is was not made within it, and need not be looked at when it is asked
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))

@@ -1,0 +1,17 @@
+"""Cases of a test of which the default suite runs some, and the long form all."""
+
+import itertools
+
+import pytest
+
+
+def some(cases, kept):
+    """The cases, of which those not in `kept` are marked as long."""
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.long) for case in cases]
+
+
+def every_pair(*values):
+    """All combinations of two-valued options; those are marked as long that are not needed for every pair of values to occur."""
+    combinations = list(itertools.product(*values))
+    kept = [c for c in combinations if sum(v.index(x) for v, x in zip(values, c, strict=True)) % 2 == 0]
+    return [c if c in kept else pytest.param(*c, marks=pytest.mark.long) for c in combinations]
