@@ -48,8 +48,9 @@ class HeadRMSNorm(nn.Module):
         self.eps = context.norm_eps
         self.weight = context.parameter(declaration)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """dtype: of the result; None: the weight's."""
+        return rms_norm(x, self.weight, self.eps, dtype=dtype)
 
 
 class SplitRMSNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""Transformers with grouped attention, rotary positions and a gated MLP: transformers' Llama and Mistral."""
+"""Transformers with grouped attention, rotary positions and a gated MLP: transformers' Llama, Mistral, Qwen2 and Qwen3."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -15,6 +15,10 @@ class Llama(Family):
     architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
     model_type = "llama"
     kinds = ("attention", "swiglu")
+    options: ClassVar[dict[str, bool]] = {"qkv_bias": False, "qk_norm": False}
+    """Settings of the attention in this format."""
+    default_kv_heads: ClassVar[int | None] = None
+    """Where config.json has no num_key_value_heads; None: as many as heads."""
     embedding = "model.embed_tokens.weight"
     final_norm = "model.norm.weight"
 
@@ -23,13 +27,16 @@ class Llama(Family):
         only(config, "mlp_bias", False, False)
         only(config, "hidden_act", "silu", "silu")
         width, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
+        # null is as many as heads, a missing key is the class's default
+        kv_heads = config.get("num_key_value_heads", self.default_kv_heads) or heads
         attention = {
             "kind": "attention",
             "head_dim": config.get("head_dim") or width // heads,
             "heads": heads,
-            "kv_heads": config.get("num_key_value_heads") or heads,
+            "kv_heads": kv_heads,
             "rope_theta": _rope_theta(config),
             "window": self._window(config),
+            **self.options,
         }
         return {
             "d_model": width,
@@ -69,7 +76,10 @@ class Llama(Family):
         }
 
     def fits(self, model: ModelConfig) -> bool:
-        return super().fits(model) and _parts(model, 0)[0].window is None
+        return self._has_options(model) and _parts(model, 0)[0].window is None
+
+    def _has_options(self, model: ModelConfig) -> bool:
+        return Family.fits(self, model) and all(getattr(_parts(model, 0)[0], key) == on for key, on in self.options.items())
 
     def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
         attention, swiglu = _parts(model, number)
@@ -81,6 +91,11 @@ class Llama(Family):
         for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             rows = count * attention.head_dim
             yield one(f"{theirs}.self_attn.{part}_proj.weight", f"{ours}.{one_name}.mixer.in_proj.{part}.weight", rows, width)
+            if attention.qkv_bias:
+                yield one(f"{theirs}.self_attn.{part}_proj.bias", f"{ours}.{one_name}.mixer.qkv_bias.{part}", rows)
+            if attention.qk_norm and part != "v":
+                names = f"{theirs}.self_attn.{part}_norm.weight", f"{ours}.{one_name}.mixer.{part}_norm.weight"
+                yield one(*names, attention.head_dim)
         inner = heads * attention.head_dim
         yield one(f"{theirs}.self_attn.o_proj.weight", f"{ours}.{one_name}.mixer.out_proj.weight", width, inner)
         yield one(f"{theirs}.post_attention_layernorm.weight", f"{ours}.{two_name}.norm.weight", width)
@@ -95,6 +110,7 @@ class Mistral(Llama):
     library = "transformers, MistralForCausalLM"
     architectures: ClassVar[tuple[str, ...]] = ("MistralForCausalLM",)
     model_type = "mistral"
+    default_kv_heads = 8
 
     def _window(self, config: Mapping[str, Any]) -> int | None:
         # transformers takes 4096 where the key is missing
@@ -105,7 +121,42 @@ class Mistral(Llama):
         return {key: value for key, value in found.items() if key not in ("attention_bias", "mlp_bias")}
 
     def fits(self, model: ModelConfig) -> bool:
-        return Family.fits(self, model)
+        return self._has_options(model)
+
+
+class Qwen2(Llama):
+    """Llama with biases of the queries, keys and values."""
+
+    library = "transformers, Qwen2ForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("Qwen2ForCausalLM",)
+    model_type = "qwen2"
+    options: ClassVar[dict[str, bool]] = {"qkv_bias": True, "qk_norm": False}
+    default_kv_heads = 32
+
+    def _window(self, config: Mapping[str, Any]) -> int | None:
+        only(config, "use_sliding_window", False, False)
+        if set(kinds := config.get("layer_types") or []) - {"full_attention"}:
+            raise InterchangeError(f"config.json: layer_types={kinds}: Baton's model has one kind of attention, full_attention")
+        return None
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        found = super().config(model) | {"use_sliding_window": False, "sliding_window": None}
+        return {key: value for key, value in found.items() if key not in ("attention_bias", "mlp_bias")}
+
+
+class Qwen3(Qwen2):
+    """Llama with a norm over each head of the queries and of the keys."""
+
+    library = "transformers, Qwen3ForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("Qwen3ForCausalLM",)
+    model_type = "qwen3"
+    options: ClassVar[dict[str, bool]] = {"qkv_bias": False, "qk_norm": True}
+
+    def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return super().model({"head_dim": 128, **config})
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        return super().config(model) | {"attention_bias": False}
 
 
 def _parts(model: ModelConfig, number: int) -> tuple[AttentionConfig, SwiGLUConfig]:

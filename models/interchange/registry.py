@@ -5,13 +5,23 @@ from typing import Any
 
 from baton.models.config import ModelConfig
 from baton.models.interchange.family import Family
-from baton.models.interchange.llama import Llama, Mistral
+from baton.models.interchange.llama import Llama, Mistral, Qwen2, Qwen3
 from baton.models.interchange.mamba import Mamba, Mamba2
 from baton.models.interchange.mamba_ssm import ReleasedMamba, ReleasedMamba2
 from baton.models.interchange.mapping import InterchangeError
 from baton.models.interchange.remote.export import BatonFamily
 
-FAMILIES: tuple[Family, ...] = (Mamba(), Mamba2(), Llama(), Mistral(), ReleasedMamba(), ReleasedMamba2(), BatonFamily())
+FAMILIES: tuple[Family, ...] = (
+    Mamba(),
+    Mamba2(),
+    Llama(),
+    Mistral(),
+    Qwen2(),
+    Qwen3(),
+    ReleasedMamba(),
+    ReleasedMamba2(),
+    BatonFamily(),
+)
 """In the order in which they are asked: a model is written in the first one's format that has it."""
 
 

@@ -1,18 +1,19 @@
 """Causal softmax attention with rotary positions, over the whole document or a sliding window.
 
 Source: Vaswani et al. 2017; Su et al. 2021 for rotary positions; Ainslie et al. 2023 for grouped-query heads; Beltagy et al. 2020
-for the sliding window. Heads are split over the tensor group.
+for the sliding window; Henry et al. 2020 for normalised queries and keys, in Qwen3's form. Heads are split over the tensor group.
 
 Shapes: B batch, T time, M d_model.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton.kernels.protocol import State
 from baton.kernels.rotary import rotary
 from baton.kernels.window_attention.recurrence import WindowAttention
 from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
+from baton.models.norm import HeadRMSNorm
 from baton.models.settings.attention import AttentionConfig
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
@@ -22,12 +23,21 @@ class Attention(Mixer, settings=AttentionConfig):
 
     config: AttentionConfig
     in_proj: ColumnParallelLinear
+    qkv_bias: nn.ParameterDict
+    q_norm: HeadRMSNorm
+    k_norm: HeadRMSNorm
     out_proj: RowParallelLinear
 
     def forward(
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
-        q, k, v = (x.unflatten(-1, (-1, self.config.head_dim)) for x in self.in_proj(x_BTM, self.in_proj.local_splits))
+        qkv = self.in_proj(x_BTM, self.in_proj.local_splits)
+        if self.config.qkv_bias:
+            # added in fp32 and rounded once
+            qkv = [(x + self.qkv_bias[name]).to(x.dtype) for name, x in zip("qkv", qkv, strict=True)]
+        q, k, v = (x.unflatten(-1, (-1, self.config.head_dim)) for x in qkv)
+        if self.config.qk_norm:
+            q, k = self.q_norm(q, q.dtype), self.k_norm(k, k.dtype)
         if self.config.rope_theta is not None:
             q, k = rotary(q, k, pos_BT, self.config.rope_theta)
         y, state = self.run_recurrence(WindowAttention(self.config.window), (q, k, v), pos_BT, state, forward_context)

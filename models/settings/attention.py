@@ -1,12 +1,14 @@
 """Settings of softmax attention, and `HeadsConfig`, which B'MOJO and GSA share."""
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
+from baton.models.initializers import Constant
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import WINDOW_BLOCK, MixerCosts, RecurrenceCosts, SavedTensor
-from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output
+from baton.models.settings.cost_model import WINDOW_BLOCK, MixerCosts, RecurrenceCosts, SavedTensor, saved_by_norm
+from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, head_norm, output, split
 
 
 class HeadsConfig(MixerConfig):
@@ -43,6 +45,10 @@ class AttentionConfig(HeadsConfig):
         None, ge=1, description="tokens that a query attends to, including its own; null: the whole document up to it"
     )
     rope_theta: float | None = Field(1e4, gt=0, description="base of the rotary angles; null: no rotary positions")
+    qkv_bias: bool = Field(False, description="whether the projections of queries, keys and values have biases, as in Qwen2")
+    qk_norm: bool = Field(
+        False, description="whether RMSNorm over each head of queries and of keys precedes the rotary positions, as in Qwen3"
+    )
 
     @property
     def state_grows(self) -> bool:
@@ -62,7 +68,15 @@ class AttentionConfig(HeadsConfig):
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         heads, kv_heads = self.head_counts(d_model)
         width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
-        return (column("in_proj", d_model, {"q": width, "k": kv_width, "v": kv_width}), output("out_proj", width, d_model))
+        widths = {"q": width, "k": kv_width, "v": kv_width}
+        biases = (split(f"qkv_bias.{name}", rows, init=Constant(0.0)) for name, rows in widths.items())
+        norms = (head_norm(f"{name}_norm", self.head_dim) for name in "qk")
+        return (
+            column("in_proj", d_model, widths),
+            *(biases if self.qkv_bias else ()),
+            *(norms if self.qk_norm else ()),
+            output("out_proj", width, d_model),
+        )
 
     def state(self, d_model: int) -> tuple[StateDeclaration, ...]:
         grows = self.window is None
@@ -78,12 +92,17 @@ class AttentionConfig(HeadsConfig):
         width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
         saved = [
             SavedTensor("in_proj input", d_model, "compute", split=False),
-            # v is a view of the projection, which keeps all of it in memory; GPU kernels read contiguous copies of q, k and v
-            SavedTensor("q, k and v", width + 2 * kv_width, "compute", device="cpu"),
+            # without a bias v is a view of the projection, which keeps all of it in memory; GPU kernels read contiguous copies
+            SavedTensor("q, k and v", kv_width if self.qkv_bias else width + 2 * kv_width, "compute", device="cpu"),
             SavedTensor("v", kv_width, "compute", device="gpu"),
             SavedTensor("log-sum-exp", heads, "float32", device="gpu"),
             SavedTensor("out_proj input", width, "compute"),
         ]
+        if self.qk_norm:
+            for name, channels, rows in (("q_norm", width, heads), ("k_norm", kv_width, kv_heads)):
+                norm = saved_by_norm(name, channels, rows=rows)
+                # without a bias the input in float32 is a view of the projection
+                saved += [replace(s, cast=not self.qkv_bias) if s.name.endswith("input") and s.device == "cpu" else s for s in norm]
         if self.rope_theta is not None:
             # a cosine and a sine per pair of channels, shared by queries and keys and by all heads
             saved += [
@@ -91,7 +110,8 @@ class AttentionConfig(HeadsConfig):
                 SavedTensor("rotated q and k", width + kv_width, "compute"),
             ]
         else:
-            saved += [SavedTensor("q and k", width + kv_width, "compute", device="gpu")]
+            views = not (self.qkv_bias or self.qk_norm)
+            saved += [SavedTensor("q and k", width + kv_width, "compute", device="gpu" if views else None)]
         chunk = None if self.window is None else max(WINDOW_BLOCK, self.window)
         return MixerCosts(
             saved=tuple(saved),

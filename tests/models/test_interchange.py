@@ -49,6 +49,10 @@ CASES = {
     "llama, tied": ("Llama", {**HEADS, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "mistral, a window": ("Mistral", {**HEADS, "sliding_window": 7, "attn_implementation": "eager"}),
     "mistral": ("Mistral", {**HEADS, "sliding_window": None}),
+    "qwen2": ("Qwen2", HEADS),
+    "qwen2, tied": ("Qwen2", {**HEADS, "num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**HEADS, "rms_norm_eps": 1e-4}),
+    "qwen3, tied": ("Qwen3", {**HEADS, "num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 
 
@@ -259,6 +263,9 @@ def test_a_folder_that_cannot_be_read_is_one_line_and_nothing_is_written(how, fo
         ("Llama", {**HEADS, "attention_bias": True}, "attention_bias=True"),
         ("Llama", {**HEADS, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='linear'"),
         ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "expand": 2}, "n_groups=2"),
+        ("Qwen2", {**HEADS, "use_sliding_window": True, "sliding_window": 7}, "use_sliding_window=True"),
+        ("Qwen2", {**HEADS, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ("Qwen3", {**HEADS, "attention_bias": True}, "attention_bias=True"),
     ],
 )
 def test_what_baton_has_not_is_refused_by_name(name, changes, needle, tmp_path, capsys):

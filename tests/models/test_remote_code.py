@@ -23,6 +23,7 @@ from baton.training.evaluation.generation import generate
 
 CASES = {kind: [kind] for kind in kinds()} | {
     "attention, whole document": ["attention"],
+    "attention, biases and norms": ["attention"],
     "bmojo, sliding": ["bmojo"],
     "lattice, all options": ["lattice"],
     "longhorn, as printed": ["longhorn"],
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("remote_code")
 
 SETTINGS = {
     "attention, whole document": {"window": None, "rope_theta": None},
+    "attention, biases and norms": {"qkv_bias": True, "qk_norm": True},
     "bmojo, sliding": {"fading": "sliding", "predictor_weights": "uniform", "innovation_norm": "l1", "d_conv": None},
     "lattice, all options": {
         "variant": "enc", "project": False, "forget": True, "sparsity": 0.01, "initial_slots": "learned", "step_max": 2.0,

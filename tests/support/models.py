@@ -15,16 +15,18 @@ SEQUENCES, SEQUENCE_LENGTH = 8, 24
 
 def model_of(mixer):
     """A small model of the mixer's `small` settings (`MixerConfig.small`). "hybrid": layers with several sub-blocks and an untied
-    head. "bare": gated scans without their optional parts."""
+    head. "bare": gated scans without their optional parts. "qwen": attention with its optional parts."""
     if mixer == "mamba":
         return MODEL
-    pattern = {"hybrid": ["mamba+swiglu", "longhorn"], "bare": ["mamba", "longhorn"]}.get(mixer, [mixer])
+    pattern = {"hybrid": ["mamba+swiglu", "longhorn"], "bare": ["mamba", "longhorn"], "qwen": ["attention"]}.get(mixer, [mixer])
     names = [name for entry in pattern for name in entry.split("+")]
     changes = {"d_model": SMALL_WIDTH, "pattern": pattern, "tie_embeddings": mixer != "hybrid"}
     mixers = {name: kinds()[name].small() for name in names}
     if mixer == "bare":
         left_out = {"mamba": {"skip": False, "dt_init": "uniform"}, "longhorn": {"skip": False, "beta_bias": False}}
         mixers = {name: settings.model_copy(update=left_out[name]) for name, settings in mixers.items()}
+    if mixer == "qwen":
+        mixers = {"attention": mixers["attention"].model_copy(update={"qkv_bias": True, "qk_norm": True})}
     return ModelConfig(**MODEL.model_dump() | changes | {"mixers": mixers})
 
 

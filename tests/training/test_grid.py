@@ -25,7 +25,12 @@ def test_every_layout_equals_one_process(pool, single_mesh, layout):
         assert not grid.beyond(mixer, "float32", found), (mixer, found)
 
 
-OTHER_SIZES = (({"tensor": 4}, ("hybrid", "retnet")), ({"pipeline": 3, "data": 2}, ("hybrid",)), ({"data": 4}, ("mamba",)))
+OTHER_SIZES = (
+    ({"tensor": 4}, ("hybrid", "retnet")),
+    ({"pipeline": 3, "data": 2}, ("hybrid",)),
+    ({"data": 4}, ("mamba",)),
+    ({"tensor": 2, "zero": 1}, ("qwen",)),
+)
 
 
 @pytest.mark.parametrize(

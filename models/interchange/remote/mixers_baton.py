@@ -228,7 +228,12 @@ def lattice(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | N
 
 def attention(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
     """The State has the keys, rotated, and values that later tokens may attend to."""
-    q, k, v = (heads(linear(x, p[f"in_proj.{part}.weight"]), c["head_dim"]) for part in ("q", "k", "v"))
+    q, k, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v"))
+    if c["qkv_bias"]:
+        q, k, v = ((a + p[f"qkv_bias.{part}"]).to(x.dtype) for part, a in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (heads(a, c["head_dim"]) for a in (q, k, v))
+    if c["qk_norm"]:
+        q, k = (rms_norm(a, p[f"{part}_norm.weight"], eps).to(x.dtype) for part, a in (("q", q), ("k", k)))
     if c["rope_theta"] is not None:
         q, k = rotary(q, pos, c["rope_theta"]), rotary(k, pos, c["rope_theta"])
     if state is not None:
