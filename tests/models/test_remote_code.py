@@ -150,7 +150,7 @@ def test_generation_of_padded_prompts_is_ours(case, tmp_path):
 
 def test_a_bfloat16_folder_keeps_in_float32_what_recurrences_need(tmp_path):
     """In the files and once loaded, for every kind of mixer."""
-    for case in kinds():
+    for case in (*kinds(), "attention, biases and norms", "lattice, all options"):
         model = model_of(case)
         ours, weights = ours_of(model)
         write(model, weights, tmp_path / case, torch.bfloat16)
