@@ -66,6 +66,7 @@ docs: typing-tree  ## the documentation's site, with an API reference from the d
 typing-tree:
 	@mkdir -p build/typing/baton
 	@for d in kernels data_pipeline parallel models training launcher slurm; do ln -sfn ../../../$$d build/typing/baton/$$d; done
+	@for f in __init__.py py.typed; do ln -sfn ../../../baton/$$f build/typing/baton/$$f; done
 
 bench:  ## the benchmarks that run on a CPU; results go to benchmarks/results
 	@scripts/setup.sh

@@ -1,69 +1,96 @@
-"""`baton generate`: generates text from a run's newest checkpoint in a single process, whatever layout wrote it."""
+"""`baton generate`: generates text from a run's checkpoint in a single process, whatever layout wrote it."""
 
+import json
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from baton.data_pipeline.config import ShardsConfig
-from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.launcher.errors import ConfigError
+from baton.launcher.load import load_model
 from baton.launcher.run_directory import read_config
-from baton.parallel import mesh as meshes
-from baton.parallel.config import LayoutConfig
-from baton.training.build import build_model, model_fingerprint
-from baton.training.checkpoint.manifest import Manifest
-from baton.training.checkpoint.shard_boxes import parameter_boxes
-from baton.training.checkpoint.store import CheckpointStore
-from baton.training.config_checks import with_vocabulary
-from baton.training.errors import CheckpointError
-from baton.training.evaluation.generation import generate
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text that goes on from a prompt. number: of the prompt's samples, from 0."""
+
+    prompt: str
+    number: int
+    text: str
 
 
 def generate_text(
-    folder: Path, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int, device: str = "auto"
-) -> str:
-    """Generates text that continues `prompt`. Raises CheckpointError if the run has no valid checkpoint, and ConfigError if it was
-    not trained on text."""
-    _check_prompt(prompt)
-    config = read_config(folder / "config.yaml")
-    if not isinstance(config.data, ShardsConfig):
-        raise ConfigError(
-            f"{folder}: the run learns the synthetic task {config.data.kind}, which has no text to write; give a run on "
-            f"data.kind=shards (this one's accuracy is in its metrics.jsonl)"
-        )
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
-    model_config = with_vocabulary(config.model, tokenizer.vocab_size, config.data.tokenizer)
-    mesh = meshes.initialize(LayoutConfig(), device=meshes.local_device(0, 1, device), rank=0, store=torch.distributed.HashStore())
+    folder: Path,
+    prompts: Sequence[str],
+    *,
+    tokens: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int,
+    samples: int = 1,
+    batch: int = 16,
+    step: int | None = None,
+    device: str = "auto",
+) -> Iterator[Sample]:
+    """Texts that continue each prompt, `samples` of each one after the other; `batch` of them are decoded together.
+
+    Raises CheckpointError if the run has no valid checkpoint, and ConfigError if it was not trained on text.
+    """
+    if not (folder / "config.json").exists() and not (folder / "manifest.json").exists():
+        config = read_config(folder / "config.yaml")
+        if not isinstance(config.data, ShardsConfig):
+            raise ConfigError(
+                f"{folder}: the run learns the synthetic task {config.data.kind}, which has no text to write; give a run on "
+                f"data.kind=shards (this one's accuracy is in its metrics.jsonl)"
+            )
+    loaded = load_model(folder, step=step, device=device, say=lambda text: print(text, file=sys.stderr))
+    wanted = [(prompt, number) for prompt in prompts for number in range(samples)]
+    texts = loaded.generate(
+        [prompt for prompt, _ in wanted],
+        max_new_tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        batch_size=batch,
+    )
+    for (prompt, number), text in zip(wanted, texts, strict=True):
+        yield Sample(prompt, number, text)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts in a file: its lines, or of a .jsonl file each line's string, or its object's "prompt".
+
+    Raises ConfigError for a file that cannot be read, is not UTF-8, or has no prompt.
+    """
     try:
-        model = build_model(model_config, config.training, mesh.device)
-        store = CheckpointStore(folder / "checkpoints", mesh, keep_last=1, say=lambda text: print(text, file=sys.stderr))
-
-        def accept(manifest: Manifest) -> None:
-            if manifest.fingerprints.get("model") != model_fingerprint(model_config):
-                raise CheckpointError(f"{folder}: the checkpoint is not of the model that config.yaml describes")
-
-        found = store.load_newest(accept, cleanup=False)
-        if found is None:
-            raise CheckpointError(f"{folder}: no checkpoint yet; train first with `baton train`")
-        store.read(found[0], parameter_boxes(model, mesh))
-        before = [tokenizer.eod_id, *tokenizer.encode(prompt).tolist()]
-        ids = generate(
-            model,
-            before,
-            tokens=tokens,
-            vocab_size=tokenizer.vocab_size,
-            stop=tokenizer.eod_id,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-        )
-    finally:
-        meshes.shutdown()
-    return tokenizer.continuation(before, ids)
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--prompts: {path}: cannot be read ({error.strerror}); give a text file or JSON lines") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts: {path}: byte {error.start} is not UTF-8; give the text in UTF-8") from None
+    if path.suffix == ".jsonl":
+        lines = [_prompt_of(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"--prompts: {path}: no prompt in it; write one a line")
+    return lines
 
 
-def _check_prompt(prompt: str) -> None:
+def _prompt_of(path: Path, number: int, line: str) -> str:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    found = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(found, str):
+        raise ConfigError(f'--prompts: {path}: line {number} is neither a JSON string nor an object with "prompt"; correct it')
+    return found
+
+
+def check_prompt(prompt: str) -> None:
     """Raises ConfigError for a prompt that was not UTF-8 on the command line; Python passes invalid bytes on as lone surrogates."""
     try:
         prompt.encode("utf-8")

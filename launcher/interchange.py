@@ -8,10 +8,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import sentencepiece
+import tokenizers
 import torch
 import yaml
 from pydantic import ValidationError
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.files import write_atomically
-from baton.data_pipeline.tokenizer import load_tokenizer
+from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.launcher.run_directory import read_config
@@ -38,9 +41,18 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 
 
-def import_model(folder: Path, out: Path) -> tuple[ModelConfig, str]:
-    """Read a model from another library's folder; write out.yaml, a model's settings for a run file, and out.safetensors, weights
-    for training.initial_weights. Returns the settings, and whose format it was.
+@dataclass(frozen=True)
+class ReadModel:
+    """A model in another library's folder. weights: float32, with Baton's names. dtype: that most of them are stored in."""
+
+    model: ModelConfig
+    weights: dict[str, Tensor]
+    dtype: torch.dtype
+    library: str
+
+
+def read_model(folder: Path) -> ReadModel:
+    """Reads a model from another library's folder.
 
     Raises ConfigError for a folder that is none, an unknown architecture, and tensors that are missing, unknown or of other shapes.
     """
@@ -61,16 +73,40 @@ def import_model(folder: Path, out: Path) -> tuple[ModelConfig, str]:
         raise ConfigError(f"{folder}: config.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except ValueError as error:
         raise ConfigError(f"{folder}: config.json: {error}") from None
-    text = f"# {family.library}, read from {folder.resolve().name} by `baton import`\n"
+    return ReadModel(model, ours, theirs[family.embedding].dtype, family.library)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a model's folder, whose eos_token_id ends documents; None where there is none. Raises DataError."""
+    path = next((folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()), None)
+    if path is None:
+        return None
+    end, name = _json(folder / "config.json").get("eos_token_id"), None
+    if isinstance(end, int) and path.suffix == ".json":
+        name = tokenizers.Tokenizer.from_file(str(path)).id_to_token(end)
+    elif isinstance(end, int):
+        name = sentencepiece.SentencePieceProcessor(model_file=str(path)).id_to_piece(end)
+    return load_tokenizer(path, name)
+
+
+def import_model(folder: Path, out: Path) -> tuple[ModelConfig, str]:
+    """Read a model from another library's folder; write out.yaml, a model's settings for a run file, and out.safetensors, weights
+    for training.initial_weights. Returns the settings, and whose format it was.
+
+    Raises ConfigError for what `read_model` refuses, and a place that cannot be written.
+    """
+    read = read_model(folder)
+    model, library = read.model, read.library
+    text = f"# {library}, read from {folder.resolve().name} by `baton import`\n"
     text += yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False)
     weights, section = out.with_name(f"{out.name}.safetensors"), out.with_name(f"{out.name}.yaml")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out.parent}: cannot be made ({error.strerror}); choose another place") from None
-    write_weights(ours, weights, {"from": family.library})
+    write_weights(read.weights, weights, {"from": library})
     write_atomically(section, text.encode())
-    return model, family.library
+    return model, library
 
 
 def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torch.dtype | None = None) -> tuple[Path, str]:

@@ -217,7 +217,7 @@ def test_every_package_is_packaged():
     code = "import setuptools, runpy; setuptools.setup = lambda **k: print(*k['packages']); runpy.run_path('setup.py')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     folders = {path.parent.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")}
-    assert set(done.stdout.split()) == {"baton." + ".".join(folder.parts) for folder in folders}
+    assert set(done.stdout.split()) == {"baton", *("baton." + ".".join(folder.parts) for folder in folders)}
 
 
 def test_distributions_hold_every_file(tmp_path):
@@ -225,6 +225,7 @@ def test_distributions_hold_every_file(tmp_path):
     source = tmp_path / "source"
     for package in PACKAGES:
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "baton", source / "baton", ignore=shutil.ignore_patterns("__pycache__"))
     files = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
     assert {"kernels/compile/launch_configs.json", "training/py.typed", "configs/runs/demo.yaml", "slurm/policy.py"} <= files
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -244,7 +245,7 @@ def test_distributions_hold_every_file(tmp_path):
     (wheel,) = tmp_path.glob("baton_lm-*.whl")
     with zipfile.ZipFile(wheel) as packed:
         held = set(packed.namelist())
-    assert {path for path in files if f"baton/{path}" not in held} == set(), "missing from the wheel"
+    assert {path for path in files if f"baton/{path.removeprefix('baton/')}" not in held} == set(), "missing from the wheel"
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in held)
 
 

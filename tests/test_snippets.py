@@ -1,26 +1,17 @@
-"""Executes the examples in README.md and docs/."""
+"""Executes the examples in README.md and docs/. Those that open a run: tests/launcher/test_load.py."""
 
 import re
 import shlex
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
 import yaml
-
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+from support.snippets import PAGES, blocks, needs_a_run
 
 
-def blocks(language):
-    for page in PAGES:
-        for number, match in enumerate(_BLOCK.finditer(page.read_text(encoding="utf-8"))):
-            if match[1] == language:
-                yield pytest.param(match[2], id=f"{page.name}-{number}")
-
-
-@pytest.mark.parametrize("code", [block for block in blocks("python") if "add-a-recurrence" not in block.id])
+@pytest.mark.parametrize(
+    "code", [block for block in blocks("python") if "add-a-recurrence" not in block.id and not needs_a_run(block.values[0])]
+)
 def test_python_examples_run(code):
     """Those of add-a-recurrence.md are files that tests/test_add_a_recurrence.py puts together."""
     exec(compile(code, "example", "exec"), {})

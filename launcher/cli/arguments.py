@@ -74,3 +74,10 @@ def positive_float(text: str) -> float:
     if not value:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return value
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return value

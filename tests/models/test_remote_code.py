@@ -19,7 +19,7 @@ from baton.models.interchange.remote.export import BatonFamily
 from baton.models.library import language_model
 from baton.models.settings import kinds
 from baton.parallel.param_layout import named_layouts
-from baton.training.evaluation.generation import generate
+from baton.training.evaluation.generation import Sampling, generate
 
 CASES = {kind: [kind] for kind in kinds()} | {
     "attention, whole document": ["attention"],
@@ -136,7 +136,7 @@ def test_generation_of_padded_prompts_is_ours(case, tmp_path):
     write(model, weights, tmp_path / "out")
     theirs, g = loaded(tmp_path / "out"), seeded(2)
     prompts = [torch.randint(VOCAB, (length,), generator=g).tolist() for length in (11, 3, 1, 7, 17, 5, 2, 9)]
-    expected = [generate(ours, prompt, tokens=12, vocab_size=VOCAB, stop=None, temperature=0) for prompt in prompts]
+    expected = generate(ours, prompts, tokens=12, vocab_size=VOCAB, stop=None, sampling=Sampling(0))
     width = max(map(len, prompts))
     ids = torch.tensor([[5] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])

@@ -149,7 +149,7 @@ def without_gradients(mesh):
     batches = micro_batches(0, mesh.data_rank, mesh.layout.data, 2, *spans)
     found = evaluate(model, batches, 1000, 180, mesh)
     scored = evaluate_task(model, batches, 180, mesh)
-    text = generate(model, [1, 5, 7], tokens=6, vocab_size=61, stop=None, temperature=0.8, seed=2)
+    text = generate(model, [[1, 5, 7], [1]], tokens=6, vocab_size=61, stop=None, seeds=[2, 3])
     return found.loss, scored.loss, scored.accuracy, text
 
 

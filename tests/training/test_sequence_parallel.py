@@ -14,7 +14,7 @@ from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
 from baton.parallel.zero import parameter_groups
 from baton.training.build import build, build_model
-from baton.training.evaluation.generation import generate
+from baton.training.evaluation.generation import Sampling, generate
 from baton.training.lr_schedule import learning_rates
 from baton.training.step.executor import StepExecutor
 
@@ -139,7 +139,7 @@ def written(mesh):
         model = build_model(model_of(mixer), training(), mesh.device, mesh)
         initialize_parameters(model, 3, mesh.tensor_rank, mesh.layout.tensor)
         for prompt in ([0, 5, 9], [0, 5, 9, 17], [0]):
-            texts.append(generate(model, prompt, tokens=7, vocab_size=61, stop=None, temperature=1.0))
+            texts += generate(model, [prompt], tokens=7, vocab_size=61, stop=None, sampling=Sampling(1.0))
         pos = torch.arange(5, dtype=torch.int32)[None]
         hidden, _ = model.through_stages(pos.long(), pos)
         logits.append(None if hidden is None else model.logits(hidden).detach())

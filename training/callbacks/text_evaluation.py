@@ -36,7 +36,7 @@ class TextEvaluationCallback(Callback):
         wanted = self._training.evaluation.sample_tokens
         if wanted and mesh.data_rank == 0:
             doc = self._tokenizer.eod_id
-            ids = generate(model, [doc], tokens=wanted, vocab_size=self._tokenizer.vocab_size, stop=doc, seed=progress.step)
+            (ids,) = generate(model, [[doc]], tokens=wanted, vocab_size=self._tokenizer.vocab_size, stop=doc, seeds=[progress.step])
             sample = self._tokenizer.decode(ids, errors="replace")
         progress.validation_loss = found.loss
         if self._metrics is not None:

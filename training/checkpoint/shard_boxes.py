@@ -93,11 +93,13 @@ def optimizer_boxes(module: nn.Module, engine: Engine, mesh: Mesh, *, for_save: 
     return found
 
 
-def parameter_boxes(module: nn.Module, mesh: Mesh) -> dict[str, list[ShardBox]]:
-    """Boxes "master.<name>" whose memory is the module's parameters: for loading weights without an engine."""
+def parameter_boxes(module: nn.Module, mesh: Mesh | None) -> dict[str, list[ShardBox]]:
+    """Boxes "master.<name>" whose memory is the module's parameters: for loading weights without an engine. mesh: None: the module
+    is the whole model."""
     found: dict[str, list[ShardBox]] = {}
+    rank, ranks = (0, 1) if mesh is None else (mesh.tensor_rank, mesh.layout.tensor)
     for name, parameter, layout in named_layouts(module):
-        for block in layout.shard_boxes(name, mesh.tensor_rank, mesh.layout.tensor):
+        for block in layout.shard_boxes(name, rank, ranks):
             rows = parameter.detach()[block.local_row : block.local_row + block.extent[0]]
             found[f"master.{block.name}"] = [ShardBox(block.whole, block.offset, rows)]
     return found

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +148,16 @@ def pruned(place: Path, retention: Retention, *, delete: bool) -> list[Path]:
         raise CheckpointError(f"{error.filename or folder}: cannot be deleted ({error_reason(error)})") from None
 
 
-def newest_whole(place: Path, step: int | None = None) -> Path:
-    """A run's newest checkpoint without a problem, or that of a step. Raises CheckpointError where there is none."""
+def newest_whole(place: Path, step: int | None = None, say: Callable[[str], None] = lambda _: None) -> Path:
+    """A run's newest checkpoint without a problem, or that of a step. say: called with a line for each that is damaged. Raises
+    CheckpointError where there is none."""
     found = [path for path in checkpoints_of(place) if step is None or Manifest.read(path).step == step]
     if not found:
         raise CheckpointError(f"{place}: no checkpoint of step {step}; `baton checkpoint list` shows what is there")
     for path in reversed(found):
-        if not problems(path):
+        if not (found_problems := problems(path)):
             return path
+        say(f"{path} is damaged ({found_problems[0].removeprefix(f'{path}: ')})")
     raise CheckpointError(f"{place}: no checkpoint is whole; `baton checkpoint verify` says what is wrong")
 
 
