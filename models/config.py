@@ -74,7 +74,9 @@ class ModelConfig(BaseModel):
         description="settings of each name in the pattern: {kind: ..., ...}; kind defaults to the name",
     )
     vocab_size: int | None = Field(None, ge=1, description="number of tokens in the vocabulary; null: the tokenizer's")
-    pad_vocab_to: int = Field(8, ge=1, description="the embedding's rows are padded to a multiple of this")
+    pad_vocab_to: int = Field(
+        8, ge=1, description="the embedding's rows are padded to a multiple of this; the padding has no part in the loss"
+    )
     tie_embeddings: bool = Field(True, description="use the embedding's weight for the head; false: a weight of its own")
     init_std: float | None = Field(
         None,

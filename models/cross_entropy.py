@@ -21,34 +21,41 @@ from baton.parallel.tensor_group import tensor_size
 
 
 def linear_cross_entropy(
-    hidden: Tensor, parameter: Tensor, weight: Tensor, labels: Tensor, *, chunk: int, sum_gradient: bool
+    hidden: Tensor, parameter: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, chunk: int, sum_gradient: bool
 ) -> Tensor:  # fmt: skip
-    """Summed negative log-likelihood (nats, float32 or float64 scalar) of labels under softmax(hidden weight^T).
+    """Summed negative log-likelihood (nats, float32 or float64 scalar) of labels under softmax(hidden weight^T). Rows of padding
+    have no part in it: their logits do not count, and their gradients are 0.
 
     Args:
         hidden: [N, d_model] in the compute type, the same on every tensor rank.
         parameter: this rank's rows of the head, [vocab / tensor ranks, d_model]; its gradient has its own dtype.
         weight: the parameter in the compute type, without a graph.
         labels: int64 [N]; negative ones are ignored.
+        vocab_size: tokens of the vocabulary; further rows of the head are padding.
         chunk: tokens whose logits exist at once.
         sum_gradient: sum hidden's gradient over the tensor group; if false, each rank keeps its part.
     """
-    total: Tensor = _LinearCrossEntropy.apply(hidden, parameter, weight, labels, chunk, sum_gradient, torch.is_grad_enabled())
+    total: Tensor = _LinearCrossEntropy.apply(
+        hidden, parameter, weight, labels, vocab_size, chunk, sum_gradient, torch.is_grad_enabled()
+    )
     return total
 
 
-def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def token_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
     """Negative log-likelihood of each label, float32 or float64 [N], 0 where a label is negative. Without a gradient.
 
-    logits: this rank's columns, [N, vocab / tensor ranks].
+    logits: this rank's columns, [N, vocab / tensor ranks]; those of padding are overwritten.
     """
-    return _softmax_statistics(logits, labels)[0]
+    return _softmax_statistics(logits, labels, vocab_size)[0]
 
 
-def _softmax_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+def _softmax_statistics(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, int]:
     """Per row over the whole vocabulary: loss, largest logit, sum of exponentials relative to it. And this rank's first column."""
     several = tensor_size() > 1
     first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[1] if several else 0
+    if first + logits.shape[1] > vocab_size:
+        # not infinite: a rank may have nothing but padding, and differences of its logits must be numbers
+        logits[:, max(0, vocab_size - first) :] = torch.finfo(logits.dtype).min
     local = partial_sums(logits, labels, first)
     largest, total, label_logit = local
     if several:
@@ -64,8 +71,8 @@ def _softmax_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor,
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, parameter: Tensor, weight: Tensor, labels: Tensor, chunk: int, sum_gradient: bool,
-        need_backward: bool,
+        ctx: Any, hidden: Tensor, parameter: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, chunk: int,
+        sum_gradient: bool, need_backward: bool,
     ) -> Tensor:  # fmt: skip
         need_dhidden, need_dparameter = (need_backward and needed for needed in ctx.needs_input_grad[:2])
         dhidden = torch.empty_like(hidden) if need_dhidden else None
@@ -74,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for begin in range(0, len(hidden), chunk):
             rows = slice(begin, begin + chunk)
             logits = F.linear(hidden[rows], weight)
-            losses, largest, total, first = _softmax_statistics(logits, labels[rows])
+            losses, largest, total, first = _softmax_statistics(logits, labels[rows], vocab_size)
             loss += losses.sum()
             if dhidden is None and dparameter is None:
                 continue
@@ -96,4 +103,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("linear_cross_entropy: backward has already run and freed the gradients; run the forward pass again")
         # scaled in place: they belong to this backward pass alone
         gradients, ctx.gradients = ctx.gradients, None
-        return (*(None if x is None else x.mul_(dloss) for x in gradients), *(None,) * 5)
+        return (*(None if x is None else x.mul_(dloss) for x in gradients), *(None,) * 6)

@@ -187,6 +187,12 @@ class LanguageModel(nn.Module):
         """Dtype of the residual stream and of hidden vectors between stages: residual_dtype, or the parameters' dtype for fp32."""
         return self._hidden_dtype if self._hidden_dtype != torch.float32 else next(self.parameters()).dtype
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, without padding."""
+        assert self.config.vocab_size is not None, "a model that was built knows its vocabulary"
+        return self.config.vocab_size
+
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Summed negative log-likelihood (nats, fp32 scalar) of labels [B, T] int64; negative ones are ignored.
 
@@ -198,6 +204,7 @@ class LanguageModel(nn.Module):
             head.weight,
             head.cast_weight(),
             labels.flatten(),
+            vocab_size=self.vocab_size,
             chunk=self.config.loss_chunk,
             sum_gradient=not self.sequence_parallel,
         )

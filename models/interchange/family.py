@@ -1,6 +1,5 @@
 """A family of models in another library's format: which configurations it has, and how they and the tensors are mapped."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -74,11 +73,6 @@ def required(config: Mapping[str, Any], key: str) -> Any:
     if config.get(key) is None:
         raise InterchangeError(f"config.json has no {key}")
     return config[key]
-
-
-def unpadded(vocab_size: int) -> dict[str, int]:
-    """Settings of a vocabulary without rows of padding, whose logits would count in the loss: the most of 8 that divides it."""
-    return {"vocab_size": vocab_size, "pad_vocab_to": math.gcd(vocab_size, 8)}
 
 
 def only(config: Mapping[str, Any], key: str, value: Any, default: Any) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from baton.models.config import ModelConfig
-from baton.models.interchange.family import Family, only, required, unpadded
+from baton.models.interchange.family import Family, only, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
 from baton.models.settings.attention import AttentionConfig
 from baton.models.settings.swiglu import SwiGLUConfig
@@ -41,7 +41,7 @@ class Llama(Family):
         return {
             "d_model": width,
             "n_layers": required(config, "num_hidden_layers"),
-            **unpadded(required(config, "vocab_size")),
+            "vocab_size": required(config, "vocab_size"),
             "tie_embeddings": config.get("tie_word_embeddings", False),
             "norm_eps": config.get("rms_norm_eps", 1e-6),
             "pattern": ["attention+swiglu"],

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from baton.models.config import ModelConfig
-from baton.models.interchange.family import Family, only, required, unpadded
+from baton.models.interchange.family import Family, only, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
 from baton.models.settings.mamba import MambaConfig
 from baton.models.settings.mamba2 import Mamba2Config
@@ -29,7 +29,7 @@ class _StateSpace(Family):
         return {
             "d_model": required(config, "hidden_size"),
             "n_layers": required(config, "num_hidden_layers"),
-            **unpadded(required(config, "vocab_size")),
+            "vocab_size": required(config, "vocab_size"),
             "tie_embeddings": config.get("tie_word_embeddings", tied),
             "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         }

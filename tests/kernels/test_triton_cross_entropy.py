@@ -44,6 +44,24 @@ def test_two_parts_of_the_columns_are_torchs_whole(form, dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_padding_adds_nothing(form, dtype):
+    """Columns with the least logits there are, behind others and on a rank that has no others."""
+    place, sums, slope = FORMS[form]
+    logits, labels = torch.randn(5, 20, generator=seeded(0)).to(dtype).to(place), torch.tensor([0, 3, -1, 19, 7]).to(place)
+    padding = torch.full((5, 18), torch.finfo(dtype).min, dtype=dtype, device=place)
+    expected = sums(logits, labels, 0)
+    beside, alone = torch.cat((logits, padding), 1), padding.clone()
+    for x, y in zip(sums(beside, labels, 0), expected, strict=True):
+        torch.testing.assert_close(x, y)
+    largest, total, own = sums(alone, labels, 38)
+    assert torch.equal(total * (largest - expected[0]).exp() + own, torch.zeros_like(total))
+    for found in (slope(beside, labels, 0, *expected[:2])[:, 20:], slope(alone, labels, 38, *expected[:2])):
+        assert found.count_nonzero() == 0
+    torch.testing.assert_close(beside[:, :20], slope(logits.clone(), labels, 0, *expected[:2]))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_views_are_taken_as_what_they_show(form):
     """Every other label, one maximum for all rows, logits with rows for columns: what their copies give."""
     place, sums, slope = FORMS[form]

@@ -4,12 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import relative_error
+from support.models import training
 
 from baton.data_pipeline.packing import IGNORE_INDEX
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel.cast_weights import CastWeightCache, drop_cast_weights
 from baton.parallel.param_layout import initialize_parameters
+from baton.training.build import build_model
 
 CONFIG = ModelConfig(d_model=16, n_layers=3, vocab_size=37, loss_chunk=7, mixers={"mamba": {"d_state": 4}})
 
@@ -43,12 +45,45 @@ def test_chunked_loss_equals_pytorch_cross_entropy(single_mesh):
     ours = gradients(model, loss)
     hidden = model(tokens, pos)[0]
     plain = F.cross_entropy(
-        (hidden @ model.embedding.weight.T).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        (hidden @ model.embedding.weight.T)[..., : CONFIG.vocab_size].flatten(0, 1),
+        labels.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
     )
     theirs = gradients(model, plain)
     assert relative_error(loss, plain) <= 1e-6
     for name in ours:
         assert relative_error(ours[name], theirs[name]) <= 1e-5, name
+
+
+PADDED = CONFIG.model_copy(update={"pad_vocab_to": 128, "tie_embeddings": False})
+
+
+def padded_loss(mesh):
+    """Loss and this rank's gradient of the head, whose last ranks have nothing but padding."""
+    model = build_model(PADDED, training(), mesh.device, mesh)
+    initialize_parameters(model, 0, mesh.tensor_rank, mesh.layout.tensor)
+    tokens, labels, pos = batch()
+    loss = model.loss(model(tokens, pos)[0], labels)
+    loss.backward()
+    return float(loss.detach()), model.head.weight.grad
+
+
+def test_padding_has_no_part_in_the_loss(pool, single_mesh):
+    """Nor a gradient, on ranks that have nothing else too."""
+    model = build(PADDED.model_copy(update={"pad_vocab_to": 1}))
+    tokens, labels, pos = batch()
+    with torch.no_grad():  # initial values are a function of the shape
+        for mine, theirs in zip(model.parameters(), build(PADDED).parameters(), strict=True):
+            mine.copy_(theirs[: len(mine)])
+    loss = model.loss(model(tokens, pos)[0], labels)
+    loss.backward()
+    for tensor in (1, 4):
+        found = pool.run(padded_loss, tensor=tensor)
+        assert [one for one, _ in found] == pytest.approx([loss.item()] * tensor, rel=1e-6)
+        gradient = torch.cat([part for _, part in found])
+        assert relative_error(gradient[: CONFIG.vocab_size], model.head.weight.grad) <= 1e-5
+        assert gradient[CONFIG.vocab_size :].count_nonzero() == 0
 
 
 def test_vocabulary_is_padded_and_padding_is_never_a_label(single_mesh):

@@ -70,7 +70,7 @@ def expected_of(mixer, spans):
     model, batch = plain(model_for(mixer)), whole_batch()
     with torch.no_grad():
         hidden, _ = model(batch.tokens, batch.pos)
-        logits = model.local_logits(hidden).numpy()
+        logits = model.local_logits(hidden)[..., : model.vocab_size].numpy()
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nats = -np.take_along_axis(log_p, batch.labels.clamp(min=0).numpy()[..., None], -1)[..., 0]
     counted = batch.labels.numpy() >= 0

@@ -113,9 +113,9 @@ def forward_segments(
 def token_losses(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor:
     """Negative log-likelihood of each label, nats, fp32 [B, T]; 0 where labels int64 [B, T] are IGNORE_INDEX. On the last
     stage."""
-    flat, chunk = labels.flatten(), model.config.loss_chunk
+    flat, chunk, vocab_size = labels.flatten(), model.config.loss_chunk, model.vocab_size
     found = [
-        token_cross_entropy(model.local_logits(h), y)
+        token_cross_entropy(model.local_logits(h), y, vocab_size)
         for h, y in zip(hidden.flatten(0, 1).split(chunk), flat.split(chunk), strict=True)
     ]
     return torch.cat(found).float().view(labels.shape)
@@ -135,8 +135,7 @@ def greedy_tokens(model: LanguageModel, hidden: Tensor, mesh: Mesh) -> Tensor:
     Logits stay split over the tensor group: each rank contributes its maximum. Padding rows of the vocabulary are never
     chosen.
     """
-    vocab_size, found = model.config.vocab_size, []
-    assert vocab_size is not None, "a model that was built knows its vocabulary"
+    vocab_size, found = model.vocab_size, []
     for piece in hidden.split(model.config.loss_chunk):
         logits = model.local_logits(piece).float()
         ids = mesh.tensor_rank * logits.shape[-1] + torch.arange(logits.shape[-1], device=logits.device)

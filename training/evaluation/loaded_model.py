@@ -46,8 +46,7 @@ class LoadedModel:
 
     def __init__(self, model: LanguageModel, tokenizer: Tokenizer | None) -> None:
         self.model, self.tokenizer = model, tokenizer
-        assert model.config.vocab_size is not None, "a model that was built knows its vocabulary"
-        self.vocab_size = model.config.vocab_size if tokenizer is None else min(model.config.vocab_size, tokenizer.vocab_size)
+        self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, tokenizer.vocab_size)
 
     @property
     def device(self) -> torch.device:
