@@ -176,8 +176,8 @@ def main() -> None:
         timed = next(runs)
         first_step(timed, arguments.words, environment | {"PYTHONPROFILEIMPORTTIME": "1"})
         imports_table(report, "a rank", (timed / "attempts" / "0001" / "rank-0.log").read_text())
-        command = [sys.executable, "-P", "-X", "importtime", "-m", "baton.launcher.cli", "evaluate", str(timed)]
-        imports_table(report, "baton evaluate", subprocess.run(command, check=True, capture_output=True, text=True).stderr)
+        command = [sys.executable, "-P", "-X", "importtime", "-m", "baton.launcher.cli", "eval", str(timed)]
+        imports_table(report, "baton eval", subprocess.run(command, check=True, capture_output=True, text=True).stderr)
         report.save()
 
 

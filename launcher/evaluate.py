@@ -1,4 +1,4 @@
-"""`baton evaluate`: evaluates one checkpoint of a run in a single process, whatever layout wrote it.
+"""`baton eval`: evaluates one checkpoint of a run in a single process, whatever layout wrote it.
 
 It is the evaluation that training makes, on the same fixed set, so its results are comparable with those in metrics.jsonl. They are
 written to evaluations.jsonl, because the run itself may be writing metrics.jsonl at the same time.
@@ -34,8 +34,8 @@ from baton.training.step.executor import StepResult
 NAME = "evaluations.jsonl"
 
 
-class _Sheet:
-    """Replaces training's monitor: writes a row, and prints it on the console."""
+class Sheet:
+    """Rows of evaluations.jsonl, which are printed on the console too. It takes the place of training's metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if `path` cannot be written, so that a long evaluation does not lose its result at the end."""
@@ -48,14 +48,14 @@ class _Sheet:
             raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another file with --out") from None
 
     def log_evaluation(self, step: int, tokens: int, loss: float, bits_per_byte: float, sample: str | None) -> None:
-        self._write({"step": step, "tokens": tokens, "loss": loss, "bits_per_byte": bits_per_byte, "sample": sample})
+        self.write({"step": step, "tokens": tokens, "loss": loss, "bits_per_byte": bits_per_byte, "sample": sample})
 
     def log_task_evaluation(self, step: int, tokens: int, cases: dict[str, tuple[float, float]]) -> None:
         named = {name: {"loss": loss, "accuracy": accuracy} for name, (loss, accuracy) in cases.items()}
         means = {what: sum(of[what] for of in named.values()) / len(named) for what in ("loss", "accuracy")}
-        self._write({"step": step, "tokens": tokens, **means, "cases": named})
+        self.write({"step": step, "tokens": tokens, **means, "cases": named})
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def write(self, row: dict[str, Any]) -> None:
         line = json.dumps({"kind": "evaluation", **row, "time": time.time()})
         print(line, flush=True)  # first: should the disk be full by now, the result is not lost
         append_line(self._path, line)
@@ -75,7 +75,7 @@ def evaluate_checkpoint(folder: Path, step: int | None = None, device: str = "au
     if not path.is_dir():
         kept = config.training.checkpoint.keep_last
         raise ConfigError(f"{path}: no such checkpoint; the run keeps training.checkpoint.keep_last={kept}")
-    sheet = cast(MetricsLogger, _Sheet(folder / NAME if out is None else out))
+    sheet = cast(MetricsLogger, Sheet(folder / NAME if out is None else out))
     make_deterministic(config.training)
     source = open_source(config.data)
     tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None

@@ -18,7 +18,7 @@ set -u
 cd {chdir} || exit 2
 export USER="${{USER:-$(id -un)}}"
 {environment}
-exec srun --ntasks=1 {container}{python} -P -m baton.launcher.cli evaluate {run} --step "$1"
+exec srun --ntasks=1 {container}{python} -P -m baton.launcher.cli eval {run} --step "$1"
 """
 
 

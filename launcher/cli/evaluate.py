@@ -1,20 +1,46 @@
-"""`baton evaluate`: evaluates one checkpoint of a run in one process."""
+"""`baton eval`: evaluates a checkpoint on its run's validation set, on other data, or on tasks of lm-evaluation-harness."""
 
 import argparse
 from pathlib import Path
 
-from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_int
+from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_int, positive_int
 
 
 def add(commands: Subparsers) -> None:
-    parser = add_command(commands, "evaluate", _run, "evaluate one checkpoint of a run, on one process")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run directory")
+    parser = add_command(
+        commands, "eval", _run, "evaluate a checkpoint in one process: on its validation set, other data, or lm-eval's tasks"
+    )
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run directory; with --data or --tasks also an exported folder")
     parser.add_argument("--step", type=non_negative_int, help="the checkpoint's (default: the newest checkpoint)")
+    on = parser.add_mutually_exclusive_group()
+    on.add_argument("--data", metavar="SHARDS", help="a prepared dataset: loss, perplexity and bits per byte")
+    on.add_argument("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, by name (pip install 'baton-lm[eval]')")
+    parser.add_argument("--length", type=positive_int, help="with --data: tokens of a window (default: those of training)")
+    parser.add_argument("--tokens", type=positive_int, help="with --data: labels at most (default: all of the split)")
+    parser.add_argument("--split", default="validation", help="with --data: the split (default validation)")
+    parser.add_argument("--by-position", action="store_true", help="with --data: also the loss by tokens seen before")
+    parser.add_argument("--include", type=Path, metavar="FOLDER", help="with --tasks: a folder with task files of your own")
+    parser.add_argument("--shots", type=non_negative_int, metavar="N", help="with --tasks: examples in front of each question")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="with --tasks: examples of each task at most")
+    parser.add_argument("--batch", type=positive_int, default=16, metavar="N", help="rows evaluated together (default 16)")
     parser.add_argument("--out", type=Path, help="the file that gets a row (default RUN/evaluations.jsonl)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    folder, step, device, out = arguments.folder, arguments.step, arguments.device, arguments.out
+    if arguments.data is not None:
+        from baton.launcher.evaluate_model import evaluate_data
+
+        settings = {"length": arguments.length, "tokens": arguments.tokens, "split": arguments.split, "batch": arguments.batch}
+        evaluate_data(folder, arguments.data, step=step, device=device, out=out, by_position=arguments.by_position, **settings)
+        return
+    if arguments.tasks is not None:
+        from baton.launcher.evaluate_model import evaluate_tasks
+
+        settings = {"include": arguments.include, "shots": arguments.shots, "limit": arguments.limit, "batch": arguments.batch}
+        evaluate_tasks(folder, arguments.tasks.split(","), step=step, device=device, out=out, **settings)
+        return
     from baton.launcher.evaluate import evaluate_checkpoint
 
-    evaluate_checkpoint(arguments.folder, arguments.step, arguments.device, arguments.out)
+    evaluate_checkpoint(folder, step, device, out)

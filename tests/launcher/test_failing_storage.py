@@ -228,7 +228,7 @@ def read_only(whole, tmp_path):
 
 
 REFUSALS = {
-    "evaluate": "evaluations.jsonl: cannot be written (Read-only file system); choose another file with --out",
+    "eval": "evaluations.jsonl: cannot be written (Read-only file system); choose another file with --out",
     "plot": "curves.png: cannot be written (Read-only file system); choose another place with --out",
     "goodput": "goodput.png: cannot be written (Read-only file system); choose another place with --out",
     "checkpoint prune": "checkpoints/step-00000002: cannot be deleted (Read-only file system)",
@@ -250,7 +250,7 @@ def test_a_read_only_run_can_be_looked_at(read_only, tmp_path, capsys):
         assert (status, err) == (2, f"baton: {read_only}/{sentence}\n"), words
     for words in ("plot", "goodput"):
         assert ask(words, "--out", tmp_path / "picture.png")[::2] == (0, "")
-    status, out, err = ask("evaluate", "--out", tmp_path / "found.jsonl")
+    status, out, err = ask("eval", "--out", tmp_path / "found.jsonl")
     assert (status, err) == (0, "")
     found = json.loads((tmp_path / "found.jsonl").read_text())
     assert json.loads(out) == found
@@ -270,7 +270,7 @@ def test_what_cannot_be_read_at_present_is_named_where_it_is(whole, tmp_path, ca
     monkeypatch.setattr(file_io, "PAUSES_S", ())
     folder = shutil.copytree(whole, tmp_path / "run")
     file = folder / "checkpoints" / f"step-{STEPS:08d}" / "rank-00000.safetensors"
-    for path, commands in ((file, ("evaluate",)), (folder / "config.yaml", ("evaluate", "status", "generate"))):
+    for path, commands in ((file, ("eval",)), (folder / "config.yaml", ("eval", "status", "generate"))):
         path.unlink()
         path.symlink_to("/proc/self/mem")  # reading its first byte fails with EIO
         for command in commands:

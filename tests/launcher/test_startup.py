@@ -113,7 +113,7 @@ def test_a_forked_rank_has_the_threads_that_are_asked_for(rank):
 
 def test_evaluating_a_checkpoint_imports_nothing_of_training(run_file, rank):
     assert "deepspeed" in rank["trained"], "the run is there"
-    found = found_by(COMMAND, "evaluate", str(run_file.with_name("run")), "--device", "cpu")
+    found = found_by(COMMAND, "eval", str(run_file.with_name("run")), "--device", "cpu")
     assert not (COMPILERS | NEVER | TRAINING) & set(found["imported"])
 
 

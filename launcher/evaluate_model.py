@@ -1,0 +1,116 @@
+"""`baton eval --data` and `--tasks`: a trained model on any prepared dataset, and on tasks of lm-evaluation-harness."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.evaluation import evaluation_batches
+from baton.launcher.errors import ConfigError
+from baton.launcher.evaluate import NAME, Sheet
+from baton.launcher.load import find_checkpoint, load_model
+from baton.launcher.run_directory import read_config
+from baton.training.checkpoint.manifest import Manifest
+from baton.training.evaluation.loaded_model import LoadedModel
+from baton.training.evaluation.windows import evaluate_windows
+
+ALL = 1 << 62
+"""More labels than a split has."""
+
+
+def evaluate_data(
+    place: Path,
+    data: str,
+    *,
+    step: int | None,
+    device: str,
+    out: Path | None,
+    length: int | None,
+    tokens: int | None,
+    split: str,
+    by_position: bool,
+    batch: int,
+) -> None:
+    """Loss, perplexity and bits per byte of a split's documents in windows of `length` tokens; appends a row to evaluations.jsonl.
+
+    Raises ConfigError for a place that is no model, DataError for no such dataset or split, and for another tokenizer's ids.
+    """
+    loaded, row, folder = _opened(place, step, device)
+    assert loaded.tokenizer is not None
+    length = length or row.pop("length", None)
+    if length is None:
+        raise ConfigError(f"{place}: an exported folder does not say the length of training; give --length")
+    dataset = Dataset.open(data)
+    sheet = Sheet(out or folder / NAME)
+    chosen = evaluation_batches(
+        dataset,
+        loaded.tokenizer,
+        split=split,
+        sequence_length=length,
+        micro_batch_size=batch,
+        max_tokens=tokens or ALL,
+        data_rank=0,
+        data_size=1,
+    )
+    found = evaluate_windows(loaded.model, chosen)
+    about = {**row, "data": data, "split": split, "length": length, "documents": chosen.documents}
+    sheet.write({**about, **found.to_json(by_position=by_position)})
+
+
+def evaluate_tasks(
+    place: Path,
+    tasks: Sequence[str],
+    *,
+    step: int | None,
+    device: str,
+    out: Path | None,
+    include: Path | None,
+    shots: int | None,
+    limit: int | None,
+    batch: int,
+) -> None:
+    """lm_eval's metrics of each task; appends a row to evaluations.jsonl.
+
+    Raises ConfigError for unknown tasks, and where lm_eval is not installed.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+
+        from baton.training.evaluation.lm_harness import HarnessModel
+    except ImportError as error:
+        raise ConfigError(f"--tasks: {error.name} is not installed; pip install 'baton-lm[eval]'") from None
+    if include is not None and not include.is_dir():
+        raise ConfigError(f"--include: {include}: not a folder; give one with task files")
+    # lm_eval's own tasks are thousands of files, which take seconds to look through
+    managers = [] if include is None else [TaskManager(include_path=str(include), include_defaults=False)]
+    if not managers or set(tasks) - set(managers[0].all_tasks):
+        managers = [TaskManager(include_path=None if include is None else str(include))]
+    if unknown := [task for task in tasks if task not in managers[0].all_tasks]:
+        raise ConfigError(f"--tasks: {unknown[0]}: no such task; see `lm-eval ls tasks`, or give your own folder with --include")
+    loaded, row, folder = _opened(place, step, device)
+    sheet = Sheet(out or folder / NAME)
+    found = simple_evaluate(
+        HarnessModel(loaded, batch),
+        tasks=list(tasks),
+        num_fewshot=shots,
+        limit=limit,
+        task_manager=managers[0],
+        bootstrap_iters=1000,
+        log_samples=False,
+    )
+    row.pop("length", None)
+    results = {task: {key: x for key, x in of.items() if isinstance(x, int | float)} for task, of in found["results"].items()}
+    sheet.write({**row, "tasks": results, "shots": shots, "limit": limit})
+
+
+def _opened(place: Path, step: int | None, device: str) -> tuple[LoadedModel, dict[str, Any], Path]:
+    """A model with its tokenizer; which step it is of and, of a run, the length of training; where its evaluations are."""
+    loaded, row, folder = load_model(place, step=step, device=device), dict[str, Any](), place
+    if (place / "manifest.json").exists() or not (place / "config.json").exists():
+        checkpoint = find_checkpoint(place, step)
+        folder = checkpoint.parent.parent
+        row = {"step": Manifest.read(checkpoint).step, "length": read_config(folder / "config.yaml").training.sequence_length}
+    if loaded.tokenizer is None:
+        raise ConfigError(f"{place}: there is no tokenizer, so no text can be scored; give a run on data.kind=shards")
+    return loaded, row, folder

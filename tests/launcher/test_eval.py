@@ -1,0 +1,252 @@
+"""`baton eval`: prepared data in windows of any length, and tasks of lm-evaluation-harness, compared with lm_eval's own backend."""
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import yaml
+
+import baton
+from baton.launcher.cli import main
+from baton.training.evaluation import generation, windows
+
+TEXTS = ["def main(args):\n    return 0\n", "import os, sys\n", "class A:\n    x = 1\n\n    def f(self):\n        return self.x\n"]
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def evaluated(place, tmp_path, *words):
+    out = tmp_path / "found.jsonl"
+    out.unlink(missing_ok=True)
+    assert main(["eval", str(place), "--device", "cpu", "--out", str(out), *words]) == 0
+    (row,) = rows_of(out)
+    return row
+
+
+@pytest.fixture
+def here(inputs, monkeypatch):
+    monkeypatch.chdir(inputs.run.parent)  # where the run's tokenizer is
+    return inputs
+
+
+def test_data_is_scored_as_training_scores_it(here, undisturbed, tmp_path, capsys, monkeypatch):
+    """On its own validation set the loss of `baton eval` without --data; a longer window in pieces; and of an exported folder."""
+    own = evaluated(undisturbed, tmp_path)
+    found = evaluated(undisturbed, tmp_path, "--data", str(here.shards), "--tokens", "600", "--by-position")
+    assert (found["step"], found["length"], found["split"]) == (own["step"], 32, "validation")
+    assert found["loss"] == pytest.approx(own["loss"], rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(own["bits_per_byte"], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    of_positions = found["by_position"]
+    assert [one["from"] for one in of_positions] == [1, 2, 4, 8, 16, 32]
+    assert sum(one["labels"] for one in of_positions) == found["tokens"]
+    assert sum(one["loss"] * one["labels"] for one in of_positions) == pytest.approx(found["loss"] * found["tokens"])
+
+    words = "--data", str(here.elsewhere), "--split", "train", "--tokens", "900", "--length", "150", "--batch", "2"
+    whole = evaluated(undisturbed, tmp_path, *words)
+    monkeypatch.setattr(windows, "PREFILL_TOKENS", 80)
+    pieces = evaluated(undisturbed, tmp_path, *words)
+    assert pieces["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert main(["export", str(undisturbed), "--out", str(tmp_path / "out")]) == 0
+    exported = evaluated(tmp_path / "out", tmp_path, *words)
+    assert exported["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert "step" not in exported
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "out"), "--data", str(here.shards)]) == 2
+    assert "does not say the length of training; give --length" in capsys.readouterr().err
+
+
+def test_loss_by_position_is_that_of_tokens_seen_before(here, undisturbed, tmp_path):
+    """Of whole documents in one window, against each document's logits alone."""
+    from baton.data_pipeline.dataset import Dataset
+    from baton.data_pipeline.evaluation import evaluation_batches
+
+    loaded = baton.load(undisturbed, device="cpu")
+    row = evaluated(undisturbed, tmp_path, "--data", str(here.shards), "--length", "4000", "--tokens", "1500", "--by-position")
+    chosen = evaluation_batches(
+        Dataset.open(str(here.shards)), loaded.tokenizer, sequence_length=4000, micro_batch_size=1, max_tokens=1500, data_rank=0,
+        data_size=1,
+    )  # fmt: skip
+    sums = {}
+    for batch in chosen.batches:
+        tokens, labels, pos = (torch.from_numpy(x[0]) for x in (batch.tokens, batch.labels, batch.pos))
+        starts = [*(pos == 0).nonzero()[:, 0].tolist(), len(pos)]
+        for first, last in pairwise(starts):
+            with torch.no_grad():
+                losses = -torch.log_softmax(loaded(tokens[None, first:last])[0][0].double(), dim=-1)
+            for place, label in enumerate(labels[first:last].tolist()):
+                if label >= 0:
+                    bucket = sums.setdefault(1 << ((place + 1).bit_length() - 1), [])
+                    bucket.append(float(losses[place, label]))
+    found = {one["from"]: (one["loss"], one["labels"]) for one in row["by_position"]}
+    assert found.keys() == sums.keys()
+    for first, expected in sums.items():
+        assert found[first] == (pytest.approx(sum(expected) / len(expected), rel=1e-5), len(expected))
+
+
+# ------------------------------------------------------------------------------------------------------------------------ lm_eval
+
+CHOICE = {
+    "task": "local_choice", "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}  # fmt: skip
+ROLLING = {
+    "task": "local_text", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+}  # fmt: skip
+WRITING = {
+    "task": "local_writing", "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{target}}",
+    "generation_kwargs": {"until": ["\n", "ret"], "max_gen_toks": 12}, "metric_list": [{"metric": "exact_match"}],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory):
+    """A random Mamba of transformers with a tokenizer, and a folder of three tasks."""
+    import datasets
+    import tokenizers
+    import transformers
+
+    root = tmp_path_factory.mktemp("harness")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "cache")
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(TEXTS * 4, trainer)
+        torch.manual_seed(5)
+        config = transformers.MambaConfig(
+            hidden_size=32, num_hidden_layers=2, vocab_size=tokenizer.get_vocab_size(), state_size=5, use_mambapy=False,
+            bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        model = transformers.MambaForCausalLM(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        model.save_pretrained(root / "model")
+        tokenizer.save(str(root / "model" / "tokenizer.json"))
+        (root / "tasks").mkdir()
+        g = torch.Generator().manual_seed(0)
+
+        def cut():
+            text = TEXTS[int(torch.randint(3, (1,), generator=g))]
+            at = int(torch.randint(1, len(text) - 1, (1,), generator=g))
+            return text[:at], text[at:]
+
+        rows = []
+        for n in range(12):
+            (question, target), others = cut(), [cut()[1] for _ in range(3)]
+            question = question.rstrip() if n % 3 else question
+            rows.append(
+                {"question": question or "x", "target": target, "choices": [target, *others], "answer": 0, "text": target * 3}
+            )
+        (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        where = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(root / "rows.jsonl")}}, "test_split": "test"}
+        for task in (CHOICE, ROLLING, WRITING):
+            (root / "tasks" / f"{task['task']}.yaml").write_text(yaml.safe_dump({**task, **where}))
+        yield root, model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def theirs(harness):
+    """lm_eval's backend for transformers."""
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+
+    _, model, tokenizer = harness
+    names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    return HFLM(pretrained=model, tokenizer=fast, batch_size=1, device="cpu")
+
+
+def test_tasks_have_the_numbers_of_lm_evals_own_backend(harness, theirs, tmp_path, capsys):
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    root, *_ = harness
+    names = ["local_choice", "local_text", "local_writing"]
+    words = ["--tasks", ",".join(names), "--include", str(root / "tasks"), "--batch", "5"]
+    found = evaluated(root / "model", tmp_path, *words)["tasks"]
+    manager = TaskManager(include_path=str(root / "tasks"))
+    expected = simple_evaluate(theirs, tasks=names, task_manager=manager, bootstrap_iters=0, log_samples=False)["results"]
+    for name in names:
+        numbers = {key: x for key, x in expected[name].items() if isinstance(x, int | float) and "stderr" not in key}
+        assert numbers, name
+        for key, value in numbers.items():
+            assert found[name][key] == pytest.approx(value, rel=1e-5), (name, key)
+    assert 0 < found["local_choice"]["acc,none"] < 1, "neither all nor nothing"
+
+
+def test_requests_are_answered_as_lm_evals_own_backend_answers_them(harness, theirs, monkeypatch):
+    """Scores, whether greedy decoding gives a continuation, and text, request by request; shared contexts, in small pieces."""
+    from lm_eval.api.instance import Instance
+
+    from baton.training.evaluation import lm_harness
+
+    root, *_ = harness
+    monkeypatch.setattr(lm_harness, "PREFILL_TOKENS", 7)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 7)
+    ours = lm_harness.HarnessModel(baton.load(root / "model", device="cpu"), batch=5)
+
+    def ask(kind, *arguments):
+        return [Instance(kind, {}, one, n) for n, one in enumerate(arguments)]
+
+    contexts = ["", "def main(", "import os ", "class A:\n    x = 1\n\n    def f(self):"]
+    pairs = ask("loglikelihood", *((c, x) for c in contexts for x in (" self", "\n    return self.x\n" * 3, "0")))
+    for a, b in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs, disable_tqdm=True), strict=True):
+        assert a[0] == pytest.approx(b[0], rel=1e-5)
+        assert a[1] == b[1]
+    context = ours.tok_encode("import os")
+    likely = generation.generate(
+        ours.loaded.model, [context], tokens=4, vocab_size=ours.loaded.vocab_size, stop=None, sampling=generation.Sampling(0)
+    )[0]
+    for ids, same in ((likely, True), ([*likely[:2], likely[3] ^ 1], False)):
+        found = [one._loglikelihood_tokens([(("a", "b"), context, ids)], disable_tqdm=True)[0] for one in (ours, theirs)]
+        assert [greedy for _, greedy in found] == [same, same]
+        assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    texts = ask("loglikelihood_rolling", *((text,) for text in TEXTS))
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts, disable_tqdm=True), rel=1e-5)
+    for options in (
+        {"until": ["\n"], "max_gen_toks": 9},
+        {"until": ["e", "ab"], "max_gen_toks": 20},
+        {"until": [], "max_gen_toks": 5},
+    ):
+        asked = ask("generate_until", *((context, options) for context in contexts[1:]))
+        assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True), options
+
+
+@pytest.mark.parametrize(
+    ("words", "needle"),
+    [
+        pytest.param(
+            ["--tasks", "no_such_task"], "--tasks: no_such_task: no such task; see `lm-eval ls tasks`", marks=pytest.mark.long
+        ),
+        (["--tasks", "local_text", "--include", "/nowhere"], "--include: /nowhere: not a folder"),
+        (["--data", "/nowhere", "--length", "8"], "/nowhere"),
+    ],
+)
+def test_what_is_not_there_is_one_line(words, needle, harness, capsys):
+    root, *_ = harness
+    assert main(["eval", str(root / "model"), "--device", "cpu", *words]) == 2
+    err = capsys.readouterr().err
+    assert needle in err.splitlines()[-1]
+    assert not (root / "model" / "evaluations.jsonl").exists()
+
+
+def test_without_lm_eval_the_way_to_it_is_said(harness, monkeypatch, capsys):
+    import sys
+
+    root, *_ = harness
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["eval", str(root / "model"), "--tasks", "x"]) == 2
+    assert "is not installed; pip install 'baton-lm[eval]'" in capsys.readouterr().err
