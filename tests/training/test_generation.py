@@ -1,0 +1,44 @@
+"""Prompts of unequal length in one batch: with every mixer, the States are those of each prompt alone."""
+
+import pytest
+import torch
+from support.compare import relative_error
+from support.models import model_of
+from support.recurrences import seeded
+
+from baton.models.library import language_model
+from baton.models.settings import kinds
+from baton.training.evaluation.generation import Sampling, generate, read_prompts
+
+LENGTHS = (5, 17, 1, 9, 17, 3)
+
+
+def prompts_of(lengths=LENGTHS):
+    g = seeded(4)
+    return [torch.randint(61, (length,), generator=g).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in kinds() if kind != "swiglu"])
+def test_the_states_of_prompts_read_together_are_those_of_each_alone(kind):
+    model, prompts = language_model(model_of(kind), seed=2), prompts_of()
+    hidden, states = read_prompts(model, prompts)
+    for row, prompt in enumerate(prompts):
+        pos = torch.arange(len(prompt), dtype=torch.int32)[None]
+        with torch.no_grad():
+            alone, expected = model(torch.tensor([prompt]), pos)
+        assert relative_error(hidden[row], alone[0, -1]) <= 1e-5
+        for layer, state in expected.items():
+            for name, leaf in state.items():
+                found = states[layer][name][row]
+                if leaf.is_floating_point():
+                    torch.testing.assert_close(found, leaf[0], rtol=1e-4, atol=1e-6)
+                else:
+                    assert torch.equal(found, leaf[0])
+
+
+def test_a_row_ends_where_it_is_told_to():
+    model, prompts = language_model(model_of("mamba"), seed=2), prompts_of()
+    words = {"tokens": 9, "vocab_size": 61, "stop": None, "sampling": Sampling(0)}
+    whole = generate(model, prompts, **words)
+    cut = generate(model, prompts, **words, ended=lambda row, ids: len(ids) == row + 1)
+    assert cut == [ids[: row + 1] for row, ids in enumerate(whole)]
