@@ -1,5 +1,6 @@
 """`baton eval --data` and `--tasks`: a trained model on any prepared dataset, and on tasks of lm-evaluation-harness."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import evaluation_batches
 from baton.launcher.errors import ConfigError
 from baton.launcher.evaluate import NAME, Sheet
-from baton.launcher.load import find_checkpoint, load_model
+from baton.launcher.load import device_of, find_checkpoint, load_checkpoint, load_model
 from baton.launcher.run_directory import read_config
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.evaluation.loaded_model import LoadedModel
@@ -35,13 +36,14 @@ def evaluate_data(
 
     Raises ConfigError for a place that is no model, DataError for no such dataset or split, and for another tokenizer's ids.
     """
-    loaded, row, folder = _opened(place, step, device)
-    assert loaded.tokenizer is not None
-    length = length or row.pop("length", None)
-    if length is None:
+    checkpoint, row, folder = _found(place, step)
+    if length is None and checkpoint is None:
         raise ConfigError(f"{place}: an exported folder does not say the length of training; give --length")
+    length = length or read_config(folder / "config.yaml").training.sequence_length
     dataset = Dataset.open(data)
     sheet = Sheet(out or folder / NAME)
+    loaded = _loaded(place, checkpoint, step, device)
+    assert loaded.tokenizer is not None
     chosen = evaluation_batches(
         dataset,
         loaded.tokenizer,
@@ -88,8 +90,9 @@ def evaluate_tasks(
         managers = [TaskManager(include_path=None if include is None else str(include))]
     if unknown := [task for task in tasks if task not in managers[0].all_tasks]:
         raise ConfigError(f"--tasks: {unknown[0]}: no such task; see `lm-eval ls tasks`, or give your own folder with --include")
-    loaded, row, folder = _opened(place, step, device)
+    checkpoint, row, folder = _found(place, step)
     sheet = Sheet(out or folder / NAME)
+    loaded = _loaded(place, checkpoint, step, device)
     found = simple_evaluate(
         HarnessModel(loaded, batch),
         tasks=list(tasks),
@@ -99,18 +102,21 @@ def evaluate_tasks(
         bootstrap_iters=1000,
         log_samples=False,
     )
-    row.pop("length", None)
     results = {task: {key: x for key, x in of.items() if isinstance(x, int | float)} for task, of in found["results"].items()}
     sheet.write({**row, "tasks": results, "shots": shots, "limit": limit})
 
 
-def _opened(place: Path, step: int | None, device: str) -> tuple[LoadedModel, dict[str, Any], Path]:
-    """A model with its tokenizer; which step it is of and, of a run, the length of training; where its evaluations are."""
-    loaded, row, folder = load_model(place, step=step, device=device), dict[str, Any](), place
-    if (place / "manifest.json").exists() or not (place / "config.json").exists():
-        checkpoint = find_checkpoint(place, step)
-        folder = checkpoint.parent.parent
-        row = {"step": Manifest.read(checkpoint).step, "length": read_config(folder / "config.yaml").training.sequence_length}
+def _found(place: Path, step: int | None) -> tuple[Path | None, dict[str, Any], Path]:
+    """The checkpoint (None: an exported folder), its step and the length of training, and where its evaluations are."""
+    if (place / "config.json").exists() and not (place / "manifest.json").exists():
+        return None, {}, place
+    checkpoint = find_checkpoint(place.absolute(), step, lambda text: print(text, file=sys.stderr))
+    folder = checkpoint.parent.parent
+    return checkpoint, {"step": Manifest.read(checkpoint).step}, folder
+
+
+def _loaded(place: Path, checkpoint: Path | None, step: int | None, device: str) -> LoadedModel:
+    loaded = load_model(place, step=step, device=device) if checkpoint is None else load_checkpoint(checkpoint, device_of(device))
     if loaded.tokenizer is None:
         raise ConfigError(f"{place}: there is no tokenizer, so no text can be scored; give a run on data.kind=shards")
-    return loaded, row, folder
+    return loaded

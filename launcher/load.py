@@ -41,12 +41,18 @@ def load_model(
 ) -> LoadedModel:
     """See `baton.load`. say: called with a line for each damaged checkpoint that is passed over."""
     folder = Path(place).absolute()
-    on = local_device(0, 1, "auto") if device == "auto" else torch.device(device)
+    on = device_of(device)
     if not (folder / "manifest.json").exists() and (folder / "config.json").exists():
         if step is not None:
             raise ConfigError(f"{folder}: weights without checkpoints, so step={step} is none of them; leave step out")
         return _exported(folder, on, dtype, tokenizer)
-    checkpoint = find_checkpoint(folder, step, say)
+    return load_checkpoint(find_checkpoint(folder, step, say), on, dtype, tokenizer)
+
+
+def load_checkpoint(
+    checkpoint: Path, on: torch.device, dtype: torch.dtype | None = None, tokenizer: str | os.PathLike[str] | None = None
+) -> LoadedModel:
+    """The model of a checkpoint's folder that `find_checkpoint` has found whole; on: its device."""
     config = read_config(checkpoint.parent.parent / "config.yaml")
     model_config, found = of_run(config.model, config.data, tokenizer)
     if Manifest.read(checkpoint).fingerprints.get("model") != model_fingerprint(model_config):
@@ -58,6 +64,11 @@ def load_model(
         for box in boxes:
             files.fill(key, box)
     return LoadedModel(model, found)
+
+
+def device_of(device: str | torch.device) -> torch.device:
+    """ "auto" is a GPU if there is one."""
+    return local_device(0, 1, "auto") if device == "auto" else torch.device(device)
 
 
 def find_checkpoint(place: Path, step: int | None = None, say: Say = lambda _: None) -> Path:

@@ -218,11 +218,24 @@ def test_requests_are_answered_as_lm_evals_own_backend_answers_them(harness, the
     assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts, disable_tqdm=True), rel=1e-5)
     for options in (
         {"until": ["\n"], "max_gen_toks": 9},
-        {"until": ["e", "ab"], "max_gen_toks": 20},
-        {"until": [], "max_gen_toks": 5},
+        {"until": ["e", "ab"], "max_tokens": 20},
+        {"until": [], "max_new_tokens": 5},
     ):
         asked = ask("generate_until", *((context, options) for context in contexts[1:]))
         assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True), options
+
+
+def test_samples_are_of_their_request_whatever_is_beside_it(harness):
+    from lm_eval.api.instance import Instance
+
+    from baton.training.evaluation.lm_harness import HarnessModel
+
+    root, *_ = harness
+    loaded, options = baton.load(root / "model", device="cpu"), {"until": [], "max_gen_toks": 6, "temperature": 1.0}
+    asked = [Instance("generate_until", {}, (context, options), n) for n, context in enumerate(["x"] * 4 + ["import os"])]
+    found = [HarnessModel(loaded, batch).generate_until(asked) for batch in (2, 5)]
+    assert found[0] == found[1]
+    assert len(set(found[0][:4])) > 1, "a temperature without do_sample samples, as in lm_eval"
 
 
 @pytest.mark.parametrize(

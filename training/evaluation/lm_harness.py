@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 
 from baton.training.evaluation.generation import (
@@ -113,21 +114,22 @@ class HarnessModel(TemplateLM):
         for n, one in enumerate(requests):
             kinds.setdefault(repr(sorted(one.args[1].items())), []).append(n)
         for members in kinds.values():
-            options = dict(requests[members[0]].args[1])
-            until = options.get("until") or []
-            stops = [until] if isinstance(until, str) else list(until)
-            most = int(options.get("max_gen_toks", MAX_GENERATED))
-            sampled = options.get("do_sample", False) and options.get("temperature", 1.0) > 0
-            sampling = Sampling(options.get("temperature", 1.0) if sampled else 0.0, 0, options.get("top_p", 1.0))
+            options = normalize_gen_kwargs(requests[members[0]].args[1], MAX_GENERATED)
+            temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
+            sampling = Sampling(temperature, options.get("top_k") or 0, options.get("top_p", 1.0))
             members.sort(key=lambda n: len(requests[n].args[0]))
             for start in range(0, len(members), self.batch):
                 some = members[start : start + self.batch]
-                for n, text in zip(some, self._texts([requests[n].args[0] for n in some], stops, most, sampling), strict=True):
+                texts = self._texts(some, requests, list(options["until"]), options["max_gen_toks"], sampling)
+                for n, text in zip(some, texts, strict=True):
                     found[n] = text
         return found
 
-    def _texts(self, contexts: Sequence[str], stops: Sequence[str], most: int, sampling: Sampling) -> list[str]:
-        before = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
+    def _texts(
+        self, chosen: Sequence[int], requests: Sequence[Instance], stops: Sequence[str], most: int, sampling: Sampling
+    ) -> list[str]:
+        """Of the requests with these numbers, which are also the seeds of their samples."""
+        before = [self.tok_encode(requests[n].args[0]) or [self.prefix_token_id] for n in chosen]
 
         def text_of(row: int, ids: list[int]) -> str:
             return self._tokenizer.continuation(before[row], ids)
@@ -143,7 +145,7 @@ class HarnessModel(TemplateLM):
             vocab_size=self.loaded.vocab_size,
             stop=self.eot_token_id,
             sampling=sampling,
-            seeds=list(range(len(before))),
+            seeds=chosen,
             ended=ended if stops else None,
         )
         texts = [text_of(row, written) for row, written in enumerate(ids)]

@@ -42,14 +42,18 @@ def evaluate_windows(model: LanguageModel, chosen: EvaluationSet) -> WindowsResu
     """Evaluate a set of windows [rows, length] each of which begins without a State."""
     device = next(model.parameters()).device
     buckets: dict[int, list[float]] = {}
+    firsts = 2 ** torch.arange(31, device=device)
     for numpy_batch in chosen.batches:
-        tokens, labels, pos = (torch.from_numpy(x).to(device) for x in (numpy_batch.tokens, numpy_batch.labels, numpy_batch.pos))
+        # windows that only complete a round of micro-batches
+        used = (numpy_batch.labels != IGNORE_INDEX).any(1)
+        parts = (numpy_batch.tokens, numpy_batch.labels, numpy_batch.pos)
+        tokens, labels, pos = (torch.from_numpy(x[used]).to(device) for x in parts)
         batch: Batch[Tensor] = Batch(tokens, labels, pos)
         for start, losses, part in _losses(model, batch):
             # of the document, and not before the window
             seen = torch.minimum(part.pos, torch.arange(start, start + losses.shape[1], device=device)) + 1
             counted = part.labels != IGNORE_INDEX
-            octave = (seen.float().log2() + 1e-6).floor().int()
+            octave = torch.bucketize(seen, firsts, right=True) - 1
             for number in octave[counted].unique().tolist():
                 here = counted & (octave == number)
                 sums = buckets.setdefault(1 << number, [0.0, 0])
