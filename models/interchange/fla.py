@@ -1,0 +1,271 @@
+"""flash-linear-attention's models of a recurrence and a gated MLP in each layer: GLA, GSA and Gated DeltaNet.
+
+Read are those settings with which fla's layer computes what Baton's mixer does; others are refused by key and value. A model of
+Baton's has one norm_eps, and fla's code has two constants beside its own: GSA's output norm has 1e-5, the lengths of the delta
+rule's queries and keys have 1e-6, whatever config.json says.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from baton.models.config import ModelConfig
+from baton.models.interchange.family import Family, only, required
+from baton.models.interchange.mapping import InterchangeError, TensorMap, one
+from baton.models.settings import MixerConfig
+from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
+from baton.models.settings.gla import GLAConfig
+from baton.models.settings.gsa import GSAConfig
+from baton.models.settings.swiglu import SwiGLUConfig
+
+FEATURE_MAPS = {None: "identity", "relu": "relu", "silu": "silu", "swish": "silu"}
+
+
+class _Fla(Family):
+    """What the models have in common: the layer's frame and the MLP."""
+
+    model_type: ClassVar[str]
+    needed: ClassVar[dict[str, tuple[Any, Any]]]
+    """By key of config.json: the value that Baton's mixer has, and fla's where there is none."""
+    default_norm_eps = 1e-6
+    embedding = "model.embeddings.weight"
+    final_norm = "model.norm.weight"
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return super().reads(config) or (not config.get("architectures") and config.get("model_type") == self.model_type)
+
+    def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        for key, (value, default) in {"attn": (None, None), "attnres_block_size": (None, None), **self.needed}.items():
+            only(config, key, value, default)
+        only(config, "hidden_act", "swish", "swish")
+        width, hidden = required(config, "hidden_size"), config.get("intermediate_size")
+        if hidden is None:
+            # fla rounds 2/3 of the ratio up to a multiple of 256
+            ratio = config.get("hidden_ratio", 4)
+            hidden = -(-int(width * (4 if ratio is None else ratio) * 2 / 3) // 256) * 256
+        kind = self.kinds[0]
+        return {
+            "d_model": width,
+            "n_layers": required(config, "num_hidden_layers"),
+            "vocab_size": required(config, "vocab_size"),
+            "tie_embeddings": config.get("tie_word_embeddings", False),
+            "norm_eps": config.get("norm_eps", self.default_norm_eps),
+            "pattern": [f"{kind}+swiglu"],
+            "mixers": {kind: {"kind": kind, **self._mixer(config, width)}, "swiglu": {"kind": "swiglu", "hidden": hidden}},
+        }
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        mixer, swiglu = _parts(model, 0)
+        return {
+            "architectures": list(self.architectures),
+            "model_type": self.model_type,
+            "hidden_size": model.d_model,
+            "num_hidden_layers": model.n_layers,
+            "vocab_size": model.vocab_size,
+            "tie_word_embeddings": model.tie_embeddings,
+            "norm_eps": model.norm_eps,
+            "intermediate_size": swiglu.width(model.d_model),
+            "hidden_act": "swish",
+            "attn": None,
+            **{key: value for key, (value, _) in self.needed.items()},
+            **self._config(mixer, model.d_model),
+        }
+
+    def fits(self, model: ModelConfig) -> bool:
+        return super().fits(model) and self._says(_parts(model, 0)[0], model)
+
+    def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
+        mixer, swiglu = _parts(model, number)
+        one_name, two_name = model.layers[number]
+        width, hidden = model.d_model, swiglu.width(model.d_model)
+        theirs, ours = f"model.layers.{number}", f"layers.{number}"
+        yield one(f"{theirs}.attn_norm.weight", f"{ours}.{one_name}.norm.weight", width)
+        for name, own, shape, axis in self._tensors(mixer, width):
+            yield one(f"{theirs}.attn.{name}", f"{ours}.{one_name}.mixer.{own}", *shape, axis=axis)
+        yield one(f"{theirs}.mlp_norm.weight", f"{ours}.{two_name}.norm.weight", width)
+        for part in ("gate", "up"):
+            yield one(f"{theirs}.mlp.{part}_proj.weight", f"{ours}.{two_name}.mixer.in_proj.{part}.weight", hidden, width)
+        yield one(f"{theirs}.mlp.down_proj.weight", f"{ours}.{two_name}.mixer.out_proj.weight", width, hidden)
+
+    @abstractmethod
+    def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
+        """Settings of Baton's mixer."""
+
+    @abstractmethod
+    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
+        """Keys of config.json."""
+
+    @abstractmethod
+    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+        """Whether config.json can say a mixer's settings."""
+
+    def _tensors(self, mixer: MixerConfig, width: int) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
+        """(their name, ours, shape, axis as in TensorMap) of a mixer's tensors."""
+        for declared in mixer.parameters(width):
+            module, _, last = declared.name.rpartition(".")
+            for part, rows in declared.fused_splits or (("", declared.shape[0]),):
+                own = f"{module}.{part}.{last}" if part else declared.name
+                yield self.names[own], own, (rows, *declared.shape[1:]), 1 if own.startswith("conv_weights.") else None
+
+    names: ClassVar[dict[str, str]]
+    """Their names of a mixer's tensors, by ours."""
+
+
+_QKV = {f"in_proj.{part}.weight": f"{part}_proj.weight" for part in "qkv"} | {"out_proj.weight": "o_proj.weight"}
+
+
+class FlaGLA(_Fla):
+    library = "flash-linear-attention, GLAForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("GLAForCausalLM",)
+    model_type = "gla"
+    kinds = ("gla", "swiglu")
+    needed: ClassVar[dict[str, tuple[Any, Any]]] = {
+        "use_short_conv": (False, False),
+        "use_output_gate": (True, True),
+        "clamp_min": (None, None),
+        "elementwise_affine": (True, True),
+        "fuse_norm": (True, True),
+    }
+    names: ClassVar[dict[str, str]] = {
+        **_QKV,
+        "in_proj.gate.weight": "g_proj.weight",
+        "code_proj.weight": "gk_proj.0.weight",
+        "decay_proj.weight": "gk_proj.1.weight",
+        "decay_bias": "gk_proj.1.bias",
+        "norm.weight": "g_norm_swish_gate.weight",
+    }
+
+    def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
+        heads, mapped = config.get("num_heads", 4), config.get("feature_map")
+        if config.get("num_kv_heads") is not None:
+            only(config, "num_kv_heads", heads, heads)
+        if mapped not in FEATURE_MAPS:
+            raise InterchangeError(f"config.json: feature_map={mapped!r}: Baton's gla reads {', '.join(map(str, FEATURE_MAPS))}")
+        # fla's model leaves the rank and the normaliser at its layer's defaults, whatever config.json says
+        return {
+            "heads": heads,
+            "d_key": _per_head(config, "expand_k", 0.5, width, heads),
+            "d_value": _per_head(config, "expand_v", 1.0, width, heads),
+            "feature_map": FEATURE_MAPS[mapped],
+            "gate_low_rank_dim": 16,
+            "gate_logit_normalizer": 16.0,
+        }
+
+    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
+        assert isinstance(mixer, GLAConfig)
+        heads, d_key, d_value = mixer.head_sizes(width)
+        mapped = None if mixer.feature_map == "identity" else mixer.feature_map
+        return {"num_heads": heads, "expand_k": heads * d_key / width, "expand_v": heads * d_value / width, "feature_map": mapped}
+
+    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+        assert isinstance(mixer, GLAConfig)
+        fixed = mixer.gate_low_rank_dim == 16 and mixer.gate_logit_normalizer == 16
+        return fixed and mixer.feature_map in FEATURE_MAPS.values()
+
+
+class FlaGSA(_Fla):
+    library = "flash-linear-attention, GSAForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("GSAForCausalLM",)
+    model_type = "gsa"
+    kinds = ("gsa", "swiglu")
+    needed: ClassVar[dict[str, tuple[Any, Any]]] = {
+        "use_short_conv": (False, False),
+        "feature_map": ("swish", "swish"),
+        "elementwise_affine": (True, True),
+        "expand_k": (1, 1),
+        "expand_v": (1, 1),
+        "norm_eps": (1e-5, 1e-6),
+    }
+    names: ClassVar[dict[str, str]] = {**_QKV, "in_proj.alpha.weight": "f_proj.weight", "norm.weight": "g_norm.weight"}
+
+    def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
+        heads = config.get("num_heads", 4)
+        if width % heads:
+            raise InterchangeError(f"config.json: num_heads={heads} does not divide hidden_size={width}")
+        slots = config.get("num_slots", 64)
+        return {
+            "heads": heads,
+            "kv_heads": config.get("num_kv_heads") or heads,
+            "head_dim": width // heads,
+            "slots": width // heads if slots is None else slots,
+            "gate_logit_normalizer": config.get("gate_logit_normalizer", 8),
+        }
+
+    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
+        assert isinstance(mixer, GSAConfig)
+        heads, kv_heads = mixer.head_counts(width)
+        found = {"num_heads": heads, "num_kv_heads": kv_heads, "num_slots": mixer.slots, "norm_eps": 1e-5}
+        return {**found, "gate_logit_normalizer": mixer.gate_logit_normalizer}
+
+    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+        assert isinstance(mixer, GSAConfig)
+        whole = mixer.head_counts(model.d_model)[0] * mixer.head_dim == model.d_model
+        return whole and mixer.slot_activation == "softmax" and model.norm_eps == 1e-5
+
+
+class FlaGatedDeltaNet(_Fla):
+    library = "flash-linear-attention, GatedDeltaNetForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("GatedDeltaNetForCausalLM",)
+    model_type = "gated_deltanet"
+    kinds = ("gated_delta_net", "swiglu")
+    float32_only = ("A_log", "dt_bias")
+    needed: ClassVar[dict[str, tuple[Any, Any]]] = {
+        "use_short_conv": (True, True),
+        "use_gate": (True, True),
+        "norm_eps": (1e-6, 1e-6),
+    }
+    names: ClassVar[dict[str, str]] = {
+        **_QKV,
+        **{f"conv_weights.{part}": f"{part}_conv1d.weight" for part in "qkv"},
+        "in_proj.beta.weight": "b_proj.weight",
+        "in_proj.dt.weight": "a_proj.weight",
+        "in_proj.gate.weight": "g_proj.weight",
+        "A_log": "A_log",
+        "dt_bias": "dt_bias",
+        "norm.weight": "o_norm.weight",
+    }
+
+    def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
+        heads, d_key = config.get("num_heads", 6), config.get("head_dim", 256)
+        if config.get("num_v_heads") is not None:
+            only(config, "num_v_heads", heads, heads)
+        if config.get("output_gate_activation", "swish") != "silu":
+            only(config, "output_gate_activation", "swish", "swish")
+        return {
+            "heads": heads,
+            "d_key": d_key,
+            "d_value": _per_head(config, "expand_v", 2.0, d_key, 1),
+            "d_conv": config.get("conv_size", 4),
+            "beta_max": 2.0 if config.get("allow_neg_eigval") else 1.0,
+        }
+
+    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
+        assert isinstance(mixer, GatedDeltaNetConfig)
+        return {
+            "num_heads": mixer.head_count(width),
+            "head_dim": mixer.d_key,
+            "expand_v": mixer.d_value / mixer.d_key,
+            "conv_size": mixer.d_conv,
+            "allow_neg_eigval": mixer.beta_max == 2,
+        }
+
+    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+        assert isinstance(mixer, GatedDeltaNetConfig)
+        # fla cuts d_key * expand_v off to a whole number
+        whole = int(mixer.d_key * (mixer.d_value / mixer.d_key)) == mixer.d_value
+        return whole and mixer.beta_max in (1, 2) and model.norm_eps == 1e-6
+
+
+def _per_head(config: Mapping[str, Any], key: str, default: float, width: int, heads: int) -> int:
+    """width x ratio / heads. Raises InterchangeError where it is not a whole number."""
+    ratio = config.get(key, default)
+    total = round(width * ratio)
+    if abs(total - width * ratio) > 1e-6 * total or total % heads:
+        raise InterchangeError(f"config.json: {key}={ratio!r} does not give {heads} heads of a whole width")
+    return total // heads
+
+
+def _parts(model: ModelConfig, number: int) -> tuple[MixerConfig, SwiGLUConfig]:
+    mixer, swiglu = (model.mixers[name] for name in model.layers[number])
+    assert isinstance(swiglu, SwiGLUConfig)
+    return mixer, swiglu

@@ -1,0 +1,133 @@
+"""flash-linear-attention's own random models, imported and exported. Its layers run here with its plain recurrences in place of the
+GPU's kernels, and with PyTorch's norms, convolutions and activations."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from models.test_interchange import logits_of, ours_of
+from safetensors.torch import load_file
+from support.compare import relative_error
+
+from baton.launcher.cli import main
+from baton.launcher.interchange import import_model
+from baton.models.config import ModelConfig
+from baton.models.interchange.mapping import to_theirs
+from baton.models.interchange.registry import family_of_model
+from baton.parallel.param_layout import named_layouts
+
+fla = pytest.importorskip("fla.models", reason="flash-linear-attention is not installed")
+
+SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 61, "intermediate_size": 40}
+CASES = {
+    "gla": ("GLA", {"num_heads": 2}),
+    "gla, tied, with a feature map": ("GLA", {"num_heads": 4, "expand_v": 2.0, "feature_map": "relu", "tie_word_embeddings": True}),
+    "gsa": ("GSA", {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5, "norm_eps": 1e-5}),
+    "gated_deltanet": ("GatedDeltaNet", {"num_heads": 3, "head_dim": 16}),
+    "gated_deltanet, tied, negative eigenvalues": (
+        "GatedDeltaNet",
+        {"num_heads": 2, "head_dim": 16, "expand_v": 1.5, "conv_size": 3, "allow_neg_eigval": True, "tie_word_embeddings": True},
+    ),
+}
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """fla's layers in plain PyTorch."""
+    from fla.layers import gated_deltanet, gla, gsa
+    from fla.modules import FusedRMSNormGated, GatedMLP, RMSNorm
+    from fla.modules.feature_map import SwishFeatureMap
+    from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+    from fla.ops.gla.naive import naive_recurrent_gla
+    from fla.ops.gsa.naive import naive_recurrent_gsa
+
+    def norm(self, x, residual=None, prenorm=False, **_):
+        x = x if residual is None else x + residual
+        y = F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return (y, x) if prenorm else y
+
+    def conv(x, weight, bias, activation, backend):
+        assert (bias, activation) in ((None, "silu"), (None, "swish"))
+        taps = weight.shape[1]
+        padded = F.pad(x.transpose(1, 2), (taps - 1, 0))
+        return F.silu(F.conv1d(padded, weight[:, None], groups=len(weight))).transpose(1, 2), None
+
+    def delta_rule(q, k, v, g, beta, A_log, dt_bias, allow_neg_eigval, **_):
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        beta = (2 if allow_neg_eigval else 1) * beta.sigmoid()
+        return naive_recurrent_gated_delta_rule(q, k, v, beta, -A_log.exp() * F.softplus(g + dt_bias))
+
+    def norm_linear(x, weight, bias, linear_weight, linear_bias, eps=1e-5):
+        return F.linear(F.rms_norm(x, x.shape[-1:], weight, eps), linear_weight)
+
+    monkeypatch.setattr(RMSNorm, "forward", norm)
+    monkeypatch.setattr(FusedRMSNormGated, "forward", lambda self, x, g: norm(self, x) * F.silu(g))
+    monkeypatch.setattr(GatedMLP, "forward", lambda self, x, **_: self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+    monkeypatch.setattr(SwishFeatureMap, "forward", lambda self, x: F.silu(x))
+    monkeypatch.setattr(gla, "ACT2FN", {"relu": F.relu, "swish": F.silu})
+    monkeypatch.setattr(gla, "fused_recurrent_gla", lambda q, k, v, gk, **_: naive_recurrent_gla(q, k, v, gk))
+    monkeypatch.setattr(gsa, "fused_recurrent_gsa", lambda q, k, v, s, g, scale, **_: naive_recurrent_gsa(q, k, v, s, g, scale))
+    monkeypatch.setattr(gsa, "rms_norm_linear", norm_linear)
+    monkeypatch.setattr(gated_deltanet, "causal_conv1d", conv)
+    monkeypatch.setattr(gated_deltanet, "chunk_gated_delta_rule", delta_rule)
+
+
+def fla_model(name, **changes):
+    """A random model of fla, in float32."""
+    torch.manual_seed(5)
+    model = getattr(fla, f"{name}ForCausalLM")(getattr(fla, f"{name}Config")(**(SIZES | changes))).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_of_fla_is_theirs_and_is_written_as_it_was_read(case, plain, tmp_path):
+    """Logits, all gradients, tensors to the bit, and the configuration when fla has read it."""
+    name, changes = CASES[case]
+    theirs = fla_model(name, **changes)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "ours")]) == 0
+    model = ModelConfig.model_validate(yaml.safe_load((tmp_path / "ours.yaml").read_text()))
+    ours = ours_of(model, tmp_path / "ours.safetensors")
+    tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
+    expected, found = theirs(tokens, use_cache=False).logits, logits_of(ours, tokens)
+    assert relative_error(found, expected) <= 1e-5
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    found.backward(cotangent)
+    expected.backward(cotangent)
+    gradients = {}
+    for key, parameter, layout in named_layouts(ours):
+        for block in layout.shard_boxes(key, 0, 1):
+            gradients[block.name] = parameter.grad[block.local_row : block.local_row + block.extent[0]]
+    others, family = dict(theirs.named_parameters()), family_of_model(model)
+    assert family.model_type == theirs.config.model_type
+    for tensor in family.maps(model):
+        assert relative_error(tensor.to_theirs(gradients), others[tensor.theirs].grad) <= 2e-5, tensor.theirs
+
+    written = to_theirs(family.maps(model), load_file(tmp_path / "ours.safetensors"))
+    for key, x in load_file(tmp_path / "theirs" / "model.safetensors").items():
+        assert torch.equal(written[key], x), key
+    again = getattr(fla, f"{name}ForCausalLM")(type(theirs.config)(**family.config(model)))
+    missing, unexpected = again.load_state_dict(written, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"] if model.tie_embeddings else [], [])
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(family.config(model)))
+    assert import_model(tmp_path / "theirs", tmp_path / "twice")[0] == model
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "needle"),
+    [
+        ("GLA", {"num_heads": 2, "use_short_conv": True}, "use_short_conv=True"),
+        ("GLA", {"num_heads": 4, "num_kv_heads": 2}, "num_kv_heads=2"),
+        ("GSA", {"num_heads": 4}, "norm_eps=1e-06"),
+        ("GatedDeltaNet", {"num_heads": 2, "head_dim": 16, "num_v_heads": 4}, "num_v_heads=4"),
+    ],
+)
+def test_what_baton_has_not_is_refused_by_name(name, changes, needle, tmp_path, capsys):
+    fla_model(name, **changes).save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "ours")]) == 2
+    assert needle in capsys.readouterr().err
