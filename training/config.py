@@ -124,6 +124,17 @@ class EvaluationConfig(_Settings):
         return max(self.long_tokens, self.gradient_reach_segment_length * self.gradient_reach_segments) if self.every else 0
 
 
+class InitialWeightsConfig(_Settings):
+    """A file with the initial parameters of a new run, or with some of them."""
+
+    file: str = Field(description="safetensors file, as written by `baton import` or `baton checkpoint export`")
+    missing: Literal["refuse", "initialise"] = Field(
+        "refuse",
+        description="what to do about parameters of the model that are not in the file. refuse: end. initialise: give them initial "
+        "values from the seed, and name each",
+    )
+
+
 class TrainingConfig(_Settings):
     """Training: steps, batch, sequence length, dtypes, optimizer, checkpoints, evaluation and monitoring."""
 
@@ -162,10 +173,10 @@ class TrainingConfig(_Settings):
         description="dtype of the residual stream and of the activations that pipeline stages exchange; bfloat16 (with "
         "compute_dtype=bfloat16) is faster, but rounds the residual stream to 8 bits after every sub-block",
     )
-    initial_weights: str | None = Field(
+    initial_weights: str | InitialWeightsConfig | None = Field(
         None,
-        description="safetensors file with the initial parameters of a new run, as written by `baton checkpoint export`; null: "
-        "random initial values from the seed",
+        description="safetensors file with the initial parameters of a new run, as written by `baton import` or `baton checkpoint "
+        "export`, or {file: ..., missing: initialise}; null: random initial values from the seed",
     )
     recompute: Recompute | Literal["auto"] = Field(
         "auto",

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,7 +95,7 @@ def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | N
     lanes = LaneStates(train_state.model, training, mesh) if training.carries_lane_states else None
     progress = _resume(source, settings, train_state, lanes, store, fingerprints)
     if progress.step == 0 and training.initial_weights is not None:
-        load_initial_weights(train_state, Path(training.initial_weights))
+        load_initial_weights(train_state, training.initial_weights)
     clocks.ledger.start(progress.step)
     clocks.ledger.charge("start-up")
     if progress.step >= training.steps:

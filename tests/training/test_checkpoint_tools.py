@@ -21,6 +21,7 @@ from baton.training.checkpoint.resume import load_initial_weights
 from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.checkpoint.store import CheckpointStore
 from baton.training.checkpoint.tools import differences, load_weights, problems
+from baton.training.config import InitialWeightsConfig
 from baton.training.errors import CheckpointError
 from baton.training.step.executor import StepExecutor
 
@@ -171,7 +172,7 @@ def test_weights_leave_whole_and_begin_another_run(runs, tmp_path, capsys, singl
     assert exported.keys() == masters.keys()
     assert all(torch.equal(exported[name], masters[name].to(getattr(torch, dtype))) for name in masters)
     train_state = build(MODEL, training(seed=9), single_mesh)
-    load_initial_weights(train_state, out)
+    load_initial_weights(train_state, str(out))
     held = optimizer_boxes(train_state.model, train_state.engine, single_mesh, for_save=False)
     for name, boxes in ((name, held[f"master.{name}"]) for name in masters):
         for box in boxes:
@@ -180,6 +181,32 @@ def test_weights_leave_whole_and_begin_another_run(runs, tmp_path, capsys, singl
     assert all(
         torch.equal(dict(train_state.model.named_parameters())[n], x.float()) for n, x in exported.items() if n == "norm.weight"
     )
+
+
+def test_a_part_of_the_weights_begins_a_run_and_the_rest_is_named(runs, tmp_path, capsys, single_mesh):
+    """Parts of a fused projection and whole parameters; the new ones are as in a run without the file."""
+    out = tmp_path / "weights.safetensors"
+    assert ask(capsys, "export", runs / "one", out)[0] == 0
+    weights = load_file(out)
+    names = ("norm.weight", next(name for name in weights if "in_proj.z" in name))
+    part = {name: x for name, x in weights.items() if name not in names}
+    save_file(part, out)
+    train_state = build(MODEL, training(seed=9), single_mesh)
+    load_initial_weights(train_state, InitialWeightsConfig(file=str(out), missing="initialise"))
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"beginning with the weights of {out}", *(f"not in it, and initialised: {name}" for name in sorted(names))]
+    held = optimizer_boxes(train_state.model, train_state.engine, single_mesh, for_save=False)
+    fresh = optimizer_boxes((other := build(MODEL, training(seed=9), single_mesh)).model, other.engine, single_mesh, for_save=False)
+    for name in weights:
+        for box, new in zip(held[f"master.{name}"], fresh[f"master.{name}"], strict=True):
+            place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape))
+            assert torch.equal(box.data, part[name][place] if name in part else new.data), name
+    with pytest.raises(CheckpointError, match=r"it has no tensor .* \(2 are missing\); .*missing=initialise"):
+        load_initial_weights(train_state, str(out))
+    save_file({**weights, "extra": torch.zeros(2)}, out)
+    for chosen in (str(out), InitialWeightsConfig(file=str(out), missing="initialise")):
+        with pytest.raises(CheckpointError, match=r"the model has no extra \(1 such tensors\); it is of another model"):
+            load_initial_weights(train_state, chosen)
 
 
 def test_weights_of_another_model_are_refused(runs, tmp_path, capsys, single_mesh):

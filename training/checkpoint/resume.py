@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from baton.parallel.cast_weights import drop_cast_weights
 from baton.parallel.mesh import Mesh
 from baton.training.bptt.lane_states import LANE_STATE_PREFIX, LaneStates
@@ -11,7 +13,8 @@ from baton.training.build import TrainState
 from baton.training.checkpoint.manifest import Manifest, versions
 from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.checkpoint.store import CheckpointStore
-from baton.training.checkpoint.tools import load_weights
+from baton.training.checkpoint.tools import MASTER, load_weights, names_in
+from baton.training.config import InitialWeightsConfig
 from baton.training.errors import CheckpointError
 from baton.training.run import RunProgress, RunSettings
 
@@ -29,13 +32,33 @@ def open_store(settings: RunSettings, mesh: Mesh) -> CheckpointStore:
     )
 
 
-def load_initial_weights(train_state: TrainState, path: Path) -> None:
-    """Load the model's weights from a safetensors file. Raises CheckpointError."""
-    load_weights(path, optimizer_boxes(train_state.model, train_state.engine, train_state.mesh, for_save=False))
+def load_initial_weights(train_state: TrainState, weights: str | InitialWeightsConfig) -> None:
+    """Load the model's weights from a safetensors file. Collective.
+
+    Raises CheckpointError for a file that cannot be read, that has a tensor which the model does not have or has in another shape,
+    or that does not have one of the model's, unless these may be missing.
+    """
+    chosen = InitialWeightsConfig(file=weights) if isinstance(weights, str) else weights
+    path = Path(chosen.file)
+    boxes = optimizer_boxes(train_state.model, train_state.engine, train_state.mesh, for_save=False)
+    of_ranks: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {key.removeprefix(MASTER) for key in boxes if key.startswith(MASTER)})
+    model, there = set().union(*of_ranks), names_in(path)
+    if unknown := sorted(there - model):
+        raise CheckpointError(f"{path}: the model has no {unknown[0]} ({len(unknown)} such tensors); it is of another model")
+    new = sorted(model - there)
+    if new and chosen.missing == "refuse":
+        raise CheckpointError(
+            f"{path}: it has no tensor {new[0]} ({len(new)} are missing); it is of another model, or set "
+            f"training.initial_weights.missing=initialise with training.initial_weights.file"
+        )
+    load_weights(path, {key: box for key, box in boxes.items() if key.removeprefix(MASTER) in there})
     train_state.engine.masters_changed()
     drop_cast_weights(train_state.model)
     if train_state.mesh.is_main:
         print(f"beginning with the weights of {path}", flush=True)
+        for name in new:
+            print(f"not in it, and initialised: {name}", flush=True)
 
 
 def resume(

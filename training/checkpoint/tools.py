@@ -198,13 +198,28 @@ def write_weights(tensors: dict[str, torch.Tensor], out: Path, about: dict[str, 
         raise CheckpointError(f"{out}: cannot be written ({error}); choose another place") from None
 
 
+def names_in(path: Path) -> set[str]:
+    """Names of a safetensors file's tensors. Raises CheckpointError for a file that cannot be read."""
+    try:
+        retry_transient(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise _no_weights(path, error) from None
+
+
+def _no_weights(path: Path, error: Exception) -> Exception:
+    if is_transient(error):
+        return unreadable(path, error)
+    return CheckpointError(f"{path}: cannot be read as safetensors ({error}); give a file of `baton import` or `checkpoint export`")
+
+
 def load_weights(path: Path, boxes: dict[str, list[ShardBox]]) -> None:
     """Fill masters or parameters from a safetensors file with the names that `export` writes. Other boxes are left alone.
 
     Raises CheckpointError: the file cannot be read, or is of another model.
     """
     try:
-        retry_transient(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
         with safe_open(path, framework="pt") as file:
             names, wanted = set(file.keys()), {key.removeprefix(MASTER) for key in boxes if key.startswith(MASTER)}
             if wanted - names:
@@ -216,8 +231,4 @@ def load_weights(path: Path, boxes: dict[str, list[ShardBox]]) -> None:
                         raise CheckpointError(f"{path}: {name} has shape {tuple(there.get_shape())}, the model's {box.whole}")
                     box.data.copy_(there[tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape))])
     except (OSError, SafetensorError) as error:
-        if is_transient(error):
-            raise unreadable(path, error) from None
-        raise CheckpointError(
-            f"{path}: cannot be read as safetensors ({error}); give a file of `baton checkpoint export`"
-        ) from None
+        raise _no_weights(path, error) from None
