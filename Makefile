@@ -9,8 +9,9 @@ demo:  ## four minutes: a language model trained, killed, resumed, and writing
 	@.venv/bin/python -P -m baton.launcher.demo
 
 # which tests go together, and which are begun first: tests/conftest.py
-test: lint  ## everything that runs without a GPU
+test:  ## everything that runs without a GPU
 	@scripts/setup.sh test lint oracles
+	@$(MAKE) --no-print-directory lint
 	$(PYTEST) -q -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-long:  ## the long forms: every mixer learns, 100,000 steps of every state

@@ -25,14 +25,14 @@ class Exit(IntEnum):
 
 MEANING = {
     Exit.DONE: ("the last step is done and saved", "nothing"),
-    Exit.FAILED: ("a rank died or raised", "tried again; its node gets a strike if a signal killed it"),
+    Exit.FAILED: ("a rank died or raised", "tried again; its node is suspected if a signal killed it"),
     Exit.BAD_INPUT: ("the configuration or the data cannot be used", "the run is stopped: no retry could mend it"),
     Exit.STORAGE: (
         "files could not be read or written: a read error, a full disk, a quota; checkpoints are as they were",
         "tried again, jobs.max_failures_without_progress times without a new step",
     ),
     Exit.STOPPED: ("told to stop (time limit, preemption, stop file); saved at a step boundary", "goes on in the next job"),
-    Exit.HUNG: ("a rank gave no sign of life; the stacks of all ranks are in the attempt", "tried again; its node gets a strike"),
+    Exit.HUNG: ("a rank gave no sign of life; the stacks of all ranks are in the attempt", "tried again; its node is suspected"),
     Exit.NODE_LOST: ("a node gave no sign of life", "tried again without that node, which is excluded"),
     Exit.SAVE_TOO_LONG: ("told to stop, and not done with saving in save_timeout_s seconds", "goes on from the checkpoint before"),
     Exit.PREFLIGHT: ("too few nodes passed the checks", "tried again on other nodes; the bad ones are excluded"),
