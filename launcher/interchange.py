@@ -29,6 +29,7 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.launcher.run_directory import read_config
 from baton.models.config import ModelConfig
+from baton.models.interchange.conversion import convert
 from baton.models.interchange.mapping import InterchangeError, to_ours, to_theirs
 from baton.models.interchange.registry import family_of_config, family_of_model
 from baton.training.checkpoint.manifest import Manifest
@@ -89,14 +90,21 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     return load_tokenizer(path, name)
 
 
-def import_model(folder: Path, out: Path) -> tuple[ModelConfig, str]:
+def import_model(folder: Path, out: Path, *, to: str | None = None, keep_attention: int = 0) -> tuple[ModelConfig, str]:
     """Read a model from another library's folder; write out.yaml, a model's settings for a run file, and out.safetensors, weights
     for training.initial_weights. Returns the settings, and whose format it was.
 
-    Raises ConfigError for what `read_model` refuses, and a place that cannot be written.
+    to, keep_attention: write a recurrent model instead, and a part of its weights (models.interchange.conversion).
+
+    Raises ConfigError for what `read_model` and a conversion refuse, and a place that cannot be written.
     """
     read = read_model(folder)
-    model, library = read.model, read.library
+    model, library, weights_of_model = read.model, read.library, read.weights
+    if to is not None:
+        try:
+            model, weights_of_model = convert(model, weights_of_model, to, keep_attention)
+        except InterchangeError as error:
+            raise ConfigError(f"{folder}: {error}") from None
     text = f"# {library}, read from {folder.resolve().name} by `baton import`\n"
     text += yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False)
     weights, section = out.with_name(f"{out.name}.safetensors"), out.with_name(f"{out.name}.yaml")
@@ -104,7 +112,7 @@ def import_model(folder: Path, out: Path) -> tuple[ModelConfig, str]:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out.parent}: cannot be made ({error.strerror}); choose another place") from None
-    write_weights(read.weights, weights, {"from": library})
+    write_weights(weights_of_model, weights, {"from": library})
     write_atomically(section, text.encode())
     return model, library
 

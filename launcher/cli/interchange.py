@@ -10,6 +10,10 @@ def add(commands: Subparsers) -> None:
     read = add_command(commands, "import", _import, "read a model of transformers or mamba_ssm: settings and weights for a run")
     read.add_argument("folder", type=Path, metavar="FOLDER", help="has config.json, and weights as safetensors or .bin files")
     read.add_argument("--out", type=Path, required=True, metavar="NAME", help="writes NAME.yaml and NAME.safetensors")
+    read.add_argument("--to", choices=("gsa",), help="convert a Transformer into a recurrent model, to be finetuned (T2R)")
+    read.add_argument(
+        "--keep-attention", type=_every, default=0, metavar="1/N", help="with --to: the share of layers that stay attention"
+    )
     write = add_command(
         commands,
         "export",
@@ -22,13 +26,22 @@ def add(commands: Subparsers) -> None:
     write.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(default float32)")
 
 
+def _every(text: str) -> int:
+    """N of "1/N"."""
+    first, _, last = text.partition("/")
+    if first != "1" or not last.isdigit() or int(last) < 2:
+        raise argparse.ArgumentTypeError(f"{text} is not 1/N with a whole N of at least 2, such as 1/4")
+    return int(last)
+
+
 def _import(arguments: argparse.Namespace) -> None:
     from baton.launcher.interchange import import_model
 
     out = arguments.out
-    model, library = import_model(arguments.folder, out)
+    model, library = import_model(arguments.folder, out, to=arguments.to, keep_attention=arguments.keep_attention)
     print(f"{library}: {model.n_layers} layers, d_model {model.d_model}, vocabulary {model.vocab_size}")
-    print(f"in a run file: model: {out}.yaml, training: {{initial_weights: {out}.safetensors}}")
+    file = f"{out}.safetensors" if arguments.to is None else f"{{file: {out}.safetensors, missing: initialise}}"
+    print(f"in a run file: model: {out}.yaml, training: {{initial_weights: {file}}}")
 
 
 def _export(arguments: argparse.Namespace) -> None:

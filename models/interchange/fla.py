@@ -200,7 +200,8 @@ class FlaGSA(_Fla):
     def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
         assert isinstance(mixer, GSAConfig)
         whole = mixer.head_counts(model.d_model)[0] * mixer.head_dim == model.d_model
-        return whole and mixer.slot_activation == "softmax" and model.norm_eps == 1e-5
+        fixed = mixer.fused and mixer.output_activation == "silu" and mixer.slot_activation == "softmax"
+        return whole and fixed and model.norm_eps == 1e-5
 
 
 class FlaGatedDeltaNet(_Fla):

@@ -11,10 +11,12 @@ from baton.models.settings.cost_model import (
     RecurrenceCosts,
     SavedTensor,
     linear_attention_flops,
+    saved_by_log_sigmoid,
     saved_by_split_norm,
     saved_scores,
 )
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split_norm
+from baton.models.settings.linear_attention import FeatureMap
 
 
 class GSAConfig(HeadsConfig):
@@ -32,6 +34,23 @@ class GSAConfig(HeadsConfig):
     slot_activation: Literal["softmax", "identity", "silu", "relu", "relu2"] = Field(
         "softmax", description="activation that turns scores into weights of slots; all but softmax are the paper's ablations"
     )
+
+    feature_map: FeatureMap = Field(
+        "silu",
+        description="activation of queries and keys; silu in the paper's models. In a model that is converted from a Transformer "
+        "(section 4.2) identity is nearest to its attention. elu is elu(x) + 1",
+    )
+    value_activation: Literal["silu"] | None = Field(
+        "silu", description="activation of values; silu in the paper's models, null in a model that is converted from a Transformer"
+    )
+    output_activation: Literal["silu"] | None = Field(
+        "silu", description="activation before the output norm; silu in the paper's models, null: none"
+    )
+
+    @property
+    def fused(self) -> bool:
+        """Whether the activations are those that the kernels apply themselves."""
+        return self.feature_map == "silu" and self.value_activation == "silu"
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         heads, kv_heads = self.head_counts(d_model)
@@ -54,17 +73,29 @@ class GSAConfig(HeadsConfig):
         dim, slots = self.head_dim, self.slots
         width, kv_width, gates = heads * dim, kv_heads * dim, kv_heads * slots
         qkv = width + 2 * kv_width
+        if self.fused:
+            activated: tuple[SavedTensor, ...] = (
+                # the CPU implementation recomputes these chunk by chunk
+                SavedTensor("activated q, k and v", qkv, "compute", device="gpu", in_recurrence="kernel", recomputed=True),
+                SavedTensor("gates", gates, "float32", in_recurrence="kernel"),
+            )
+        else:
+            mapped = (self.feature_map != "identity") * (width + kv_width) + (self.value_activation is not None) * kv_width
+            activated = (
+                *((SavedTensor("activated q, k and v", mapped, "compute"),) if mapped else ()),
+                *saved_by_log_sigmoid("gates", gates),
+                SavedTensor("gates", gates, "float32"),
+            )
         return MixerCosts(
             saved=(
                 SavedTensor("in_proj input", d_model, "compute", split=False),
                 SavedTensor("q, k, v and alpha", qkv + gates, "compute"),
-                # the CPU implementation recomputes these chunk by chunk
-                SavedTensor("activated q, k and v", qkv, "compute", device="gpu", in_recurrence="kernel", recomputed=True),
-                SavedTensor("gates", gates, "float32", in_recurrence="kernel"),
+                *activated,
                 SavedTensor("scores of slots", heads * slots, "float32", in_recurrence="kernel"),
                 *saved_scores(heads, width, kv_width, gates),
                 *saved_scores(heads, heads * slots, gates, kv_width),
-                SavedTensor("output", width, "compute"),
+                # without silu the norm saves it in float32
+                SavedTensor("output", width, "compute", device=None if self.output_activation else "gpu"),
                 # on one rank the GPU kernel of the norm reads the output itself, and the norm is recomputed
                 *(s for s in saved_by_split_norm("norm", width) if not (s.device == "gpu" and s.width == width)),
                 SavedTensor("out_proj input", width, "compute", device="gpu", ranks="one", recomputed=True),

@@ -3,39 +3,20 @@ again."""
 
 import json
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from support.compare import relative_error
+from support.interchange import HEADS, logits_of, ours_of, transformers_model
 
 from baton.launcher.cli import main
 from baton.launcher.interchange import _save, import_model
 from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import to_theirs
 from baton.models.interchange.registry import FAMILIES, family_of_config, family_of_model
-from baton.models.library import language_model
 from baton.parallel.param_layout import named_layouts
-
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 61}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "head_dim": 12}
-
-
-def transformers_model(name, **changes):
-    """A random model of transformers, in float32."""
-    import transformers
-
-    config_class, cls = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
-    torch.manual_seed(5)
-    config = config_class(**SIZES, **changes, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-    model = cls(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():  # norms begin at 1, biases at 0
-            p.add_(0.05 * torch.randn_like(p))
-    return model
-
 
 CASES = {
     "mamba": ("Mamba", {"state_size": 5, "time_step_rank": 3, "use_mambapy": False, "residual_in_fp32": True}),
@@ -54,22 +35,6 @@ CASES = {
     "qwen3": ("Qwen3", {**HEADS, "rms_norm_eps": 1e-4}),
     "qwen3, tied": ("Qwen3", {**HEADS, "num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
-
-
-def ours_of(model: ModelConfig, weights: Path):
-    """Baton's model with the weights of a file."""
-    built, found = language_model(model), load_file(weights)
-    with torch.no_grad():
-        for name, parameter, layout in named_layouts(built):
-            for block in layout.shard_boxes(name, 0, 1):
-                parameter[block.local_row : block.local_row + block.extent[0]].copy_(found.pop(block.name))
-    assert not found
-    return built
-
-
-def logits_of(model, tokens):
-    hidden, _ = model(tokens, torch.arange(tokens.shape[1], dtype=torch.int32).expand(len(tokens), -1))
-    return model.logits(hidden)[..., : model.config.vocab_size]
 
 
 @pytest.mark.parametrize("case", CASES)

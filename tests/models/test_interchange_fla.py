@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from models.test_interchange import logits_of, ours_of
 from safetensors.torch import load_file
 from support.compare import relative_error
+from support.interchange import import_fla, logits_of, ours_of
 
 from baton.launcher.cli import main
 from baton.launcher.interchange import import_model
@@ -18,7 +18,8 @@ from baton.models.interchange.mapping import to_theirs
 from baton.models.interchange.registry import family_of_model
 from baton.parallel.param_layout import named_layouts
 
-fla = pytest.importorskip("fla.models", reason="flash-linear-attention is not installed")
+fla = import_fla()
+pytestmark = pytest.mark.skipif(fla is None, reason="flash-linear-attention is not installed")
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 61, "intermediate_size": 40}
 CASES = {

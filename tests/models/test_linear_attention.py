@@ -176,18 +176,28 @@ def test_mamba2_is_transformers_with_the_same_weights():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_gsa_is_its_formula(kv_heads):
-    """silu, then the norm, then the projection; no gate on the output, no scale on the scores."""
-    mixer = _built("gsa", head_dim=6, heads=4, kv_heads=kv_heads, slots=5)
+@pytest.mark.parametrize(
+    ("kv_heads", "settings"),
+    [
+        (4, {}),
+        (2, {}),
+        (2, {"feature_map": "identity", "value_activation": None, "output_activation": None}),
+        (4, {"feature_map": "relu", "value_activation": None}),
+    ],
+)
+def test_gsa_is_its_formula(kv_heads, settings):
+    """silu, then the norm, then the projection; no gate on the output, no scale on the scores. Or other activations, or none."""
+    mixer = _built("gsa", head_dim=6, heads=4, kv_heads=kv_heads, slots=5, **settings)
     x, pos = _tokens()
     p = _parts(mixer, x, q=(4, 6), k=(kv_heads, 6), v=(kv_heads, 6), alpha=(kv_heads, 5))
     alpha = torch.sigmoid(p["alpha"].double()).pow(1 / 8)
-    q, k, v = (F.silu(p[name]) for name in "qkv")
+    mapped = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}[settings.get("feature_map", "silu")]
+    value, output = (F.silu if settings.get(f"{what}_activation", "silu") else lambda x: x for what in ("value", "output"))
+    q, k, v = mapped(p["q"]), mapped(p["k"]), value(p["v"])
     states = {"scale": 1.0, "output_final_state": True}
     o, (slots_k, slots_v) = naive("gsa").naive_recurrent_gsa(q, k, v, (1 - alpha).float(), alpha.log().float(), **states)
     y, state = mixer(x, pos, None)
-    assert relative_error(y, _rms(F.silu(o).flatten(2), mixer.norm.weight) @ mixer.out_proj.weight.T) <= 1e-6
+    assert relative_error(y, _rms(output(o).flatten(2), mixer.norm.weight) @ mixer.out_proj.weight.T) <= 1e-6
     assert relative_error(state["k"], slots_k) <= 1e-6
     assert relative_error(state["v"], slots_v) <= 1e-6
 

@@ -25,6 +25,7 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "attention, whole document": ["attention"],
     "attention, biases and norms": ["attention"],
     "bmojo, sliding": ["bmojo"],
+    "gsa, converted": ["gsa"],
     "lattice, all options": ["lattice"],
     "longhorn, as printed": ["longhorn"],
     "mamba, as printed": ["mamba"],
@@ -37,6 +38,7 @@ SETTINGS = {
     "attention, whole document": {"window": None, "rope_theta": None},
     "attention, biases and norms": {"qkv_bias": True, "qk_norm": True},
     "bmojo, sliding": {"fading": "sliding", "predictor_weights": "uniform", "innovation_norm": "l1", "d_conv": None},
+    "gsa, converted": {"feature_map": "identity", "value_activation": None, "output_activation": None},
     "lattice, all options": {
         "variant": "enc", "project": False, "forget": True, "sparsity": 0.01, "initial_slots": "learned", "step_max": 2.0,
         "conv_activation": "silu", "unit_queries": True, "value_scale": 0.3, "output_norm": False,

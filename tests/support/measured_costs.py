@@ -27,6 +27,8 @@ VARIANTS = {
     "longhorn, as printed": ("longhorn", {"skip": False, "beta_bias": False}),
     "bmojo, sliding": ("bmojo", {"fading": "sliding"}),
     "bmojo-f": ("bmojo", {"eidetic": 0}),
+    "gsa, converted": ("gsa", {"feature_map": "identity", "value_activation": None, "output_activation": None}),
+    "gsa, relu": ("gsa", {"feature_map": "relu"}),
     "gla, identity": ("gla", {"feature_map": "identity"}),
     "retnet, relu": ("retnet", {"feature_map": "relu"}),
     "hgrn2 without a bound": ("hgrn2", {"lower_bound": 0.0}),

@@ -173,11 +173,14 @@ def _gated_output(p: Parameters, o: Tensor, gate: Tensor, x: Tensor, eps: float)
 
 
 def gsa(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    q, k, v, alpha = (precise(linear(x, p[f"in_proj.{part}.weight"])) for part in ("q", "k", "v", "alpha"))
-    inputs = *(heads(a, c["head_dim"]) for a in (q, k, v)), heads(alpha, c["slots"])
-    options = {"slot_activation": c["slot_activation"], "gate_logit_normalizer": c["gate_logit_normalizer"]}
-    o, state = run("gated_slot_attention", *inputs, **options, pos=pos, initial_state=state)
-    y = rms_norm(F.silu(o.flatten(2)), p["norm.weight"], eps)
+    q, k, v, alpha = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v", "alpha"))
+    mapped = FEATURE_MAPS[c["feature_map"]]
+    v = v if c["value_activation"] is None else F.silu(v)
+    g = F.logsigmoid(precise(alpha)) / c["gate_logit_normalizer"]
+    inputs = *(heads(precise(a), c["head_dim"]) for a in (mapped(q), mapped(k), v)), heads(g, c["slots"])
+    o, state = run("gated_slot_attention", *inputs, slot_activation=c["slot_activation"], pos=pos, initial_state=state)
+    y = o.flatten(2)
+    y = rms_norm(y if c["output_activation"] is None else F.silu(y), p["norm.weight"], eps)
     return linear(y.to(x.dtype), p["out_proj.weight"]), state
 
 

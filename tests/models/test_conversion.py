@@ -1,0 +1,86 @@
+"""A Transformer's weights as the beginning of a recurrent model."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import load_file
+from support.compare import relative_error
+from support.interchange import HEADS, transformers_model
+
+from baton.launcher.cli import main
+from baton.models.config import ModelConfig
+from baton.models.library import language_model, mixer
+from baton.parallel.param_layout import named_layouts
+
+
+def names_of(model):
+    built = language_model(model)
+    return {block.name for name, _, layout in named_layouts(built) for block in layout.shard_boxes(name, 0, 1)}
+
+
+@pytest.mark.parametrize("keep", [None, "1/2"])
+def test_what_a_transformer_has_is_kept_and_the_gates_are_new(keep, tmp_path, capsys):
+    theirs = transformers_model("Llama", **HEADS)
+    theirs.save_pretrained(tmp_path / "llama")
+    words = [] if keep is None else ["--keep-attention", keep]
+    assert main(["import", str(tmp_path / "llama"), "--out", str(tmp_path / "start"), "--to", "gsa", *words]) == 0
+    assert "missing: initialise" in capsys.readouterr().out
+    model = ModelConfig.model_validate(yaml.safe_load((tmp_path / "start.yaml").read_text()))
+    weights = load_file(tmp_path / "start.safetensors")
+    assert model.layers == ((("gsa", "swiglu"),) * 2 if keep is None else (("gsa", "swiglu"), ("attention", "swiglu")))
+    gsa = model.mixers["gsa"]
+    assert (gsa.head_dim, gsa.heads, gsa.kv_heads, gsa.slots) == (12, 4, 2, 64)
+    layers = range(1 if keep else 2)
+    new = {f"layers.{n}.gsa.mixer.{name}" for n in layers for name in ("in_proj.alpha.weight", "norm.weight")}
+    assert names_of(model) - set(weights) == new
+    assert set(weights) <= names_of(model)
+    for number, layer in enumerate(theirs.model.layers):
+        name, scale = ("gsa", 12**-0.5) if number in layers else ("attention", 1.0)
+        place = f"layers.{number}.{name}"
+        assert torch.equal(weights[f"{place}.norm.weight"], layer.input_layernorm.weight)
+        assert torch.equal(weights[f"{place}.mixer.in_proj.q.weight"], layer.self_attn.q_proj.weight * scale)
+        for part in "kv":
+            assert torch.equal(weights[f"{place}.mixer.in_proj.{part}.weight"], getattr(layer.self_attn, f"{part}_proj").weight)
+        assert torch.equal(weights[f"{place}.mixer.out_proj.weight"], layer.self_attn.o_proj.weight)
+        assert torch.equal(weights[f"layers.{number}.swiglu.mixer.in_proj.up.weight"], layer.mlp.up_proj.weight)
+    assert torch.equal(weights["embedding.weight"][:61], theirs.model.embed_tokens.weight)
+
+
+def test_with_a_slot_for_every_token_it_is_attention_without_positions():
+    """Slots that are written once and kept are the keys and values: what the converted mixer computes is then attention."""
+    heads, dim, slots = 2, 8, 11
+    settings = {"feature_map": "identity", "value_activation": None, "output_activation": None}
+    gsa = mixer("gsa", 16, head_dim=dim, heads=heads, slots=slots, **settings)
+    g = torch.Generator().manual_seed(0)
+    x, pos = torch.randn(1, slots, 16, generator=g), torch.arange(slots, dtype=torch.int32)[None]
+    q, k, v, _ = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in gsa.in_proj(x, gsa.in_proj.local_splits))
+    from baton.kernels.gated_slot_attention.op import gated_slot_attention
+
+    # token t goes into slot t alone
+    log_keep = torch.zeros(1, slots, heads, slots)
+    log_keep[0, range(slots), :, range(slots)] = -40.0
+    with torch.no_grad():
+        o, _ = gated_slot_attention(*(a.transpose(1, 2).contiguous() for a in (q, k, v)), log_keep, pos=pos)
+        last = F.scaled_dot_product_attention(q, k, v, scale=1.0)[:, :, -1]
+    assert relative_error(o[:, -1], last) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words", "needle"),
+    [
+        ("Mamba", {"state_size": 4}, [], "only a model whose layers are all attention and a MLP is converted"),
+        ("Qwen2", HEADS, [], "attention with qkv_bias or qk_norm is not converted"),
+    ],
+)
+def test_other_models_are_refused(name, changes, words, needle, tmp_path, capsys):
+    transformers_model(name, **changes).save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "start"), "--to", "gsa", *words]) == 2
+    assert needle in capsys.readouterr().err
+    assert not (tmp_path / "start.yaml").exists()
+
+
+def test_a_share_is_one_of_so_many(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["import", str(tmp_path), "--out", "x", "--to", "gsa", "--keep-attention", "0.25"])
+    assert "is not 1/N with a whole N" in capsys.readouterr().err

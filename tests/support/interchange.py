@@ -1,0 +1,61 @@
+"""Small random models of transformers, and Baton's with their weights."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from baton.models.config import ModelConfig
+from baton.models.library import language_model
+from baton.parallel.param_layout import named_layouts
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 61}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "head_dim": 12}
+
+
+def transformers_model(name, **changes):
+    """A random model of transformers, in float32."""
+    import transformers
+
+    config_class, cls = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    torch.manual_seed(5)
+    config = config_class(**SIZES, **changes, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+    model = cls(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():  # norms begin at 1, biases at 0
+            p.add_(0.05 * torch.randn_like(p))
+    return model
+
+
+def ours_of(model: ModelConfig, weights: Path):
+    """Baton's model with the weights of a file."""
+    built, found = language_model(model), load_file(weights)
+    with torch.no_grad():
+        for name, parameter, layout in named_layouts(built):
+            for block in layout.shard_boxes(name, 0, 1):
+                parameter[block.local_row : block.local_row + block.extent[0]].copy_(found.pop(block.name))
+    assert not found
+    return built
+
+
+def logits_of(model, tokens):
+    hidden, _ = model(tokens, torch.arange(tokens.shape[1], dtype=torch.int32).expand(len(tokens), -1))
+    return model.logits(hidden)[..., : model.config.vocab_size]
+
+
+def import_fla():
+    """fla.models, or None where it is not installed. It registers a class for transformers' Mamba too, which every later test of
+    this process would load: that is undone."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    registered = [mapping._extra_content for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)]
+    before = [dict(one) for one in registered]
+    try:
+        import fla.models
+    except ImportError:
+        return None
+    for one, content in zip(registered, before, strict=True):
+        one.clear()
+        one.update(content)
+    return fla.models
