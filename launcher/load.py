@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.data_pipeline.config import DataConfig, ShardsConfig
+from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from baton.launcher.errors import ConfigError
 from baton.launcher.interchange import read_model, read_tokenizer
 from baton.launcher.run_directory import checkpoint_steps, read_config
-from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel.mesh import local_device
 from baton.training.build import DTYPES, model_fingerprint
@@ -54,11 +53,19 @@ def load_checkpoint(
 ) -> LoadedModel:
     """The model of a checkpoint's folder that `find_checkpoint` has found whole; on: its device."""
     config = read_config(checkpoint.parent.parent / "config.yaml")
-    model_config, found = of_run(config.model, config.data, tokenizer)
+    found: Tokenizer | None
+    if isinstance(config.data, ShardsConfig):
+        path = config.data.tokenizer if tokenizer is None else os.fspath(tokenizer)
+        own = load_tokenizer(path, config.data.eod_token)
+        model_config, found = with_vocabulary(config.model, own.vocab_size, path), own
+    else:
+        found = None if tokenizer is None else load_tokenizer(tokenizer)
+        model_config = with_vocabulary(config.model, config.data.vocab_size, None)
     if Manifest.read(checkpoint).fingerprints.get("model") != model_fingerprint(model_config):
         raise CheckpointError(f"{checkpoint}: the checkpoint is not of the model that config.yaml describes")
     compute = DTYPES[config.training.compute_dtype_on(on.type)] if dtype is None else dtype
-    model = _empty(model_config, on, compute, DTYPES[config.training.residual_dtype])
+    with on:
+        model = LanguageModel(model_config, compute_dtype=compute, residual_dtype=DTYPES[config.training.residual_dtype])
     files = CheckpointFiles(checkpoint, Manifest.read(checkpoint).tensors)
     for key, boxes in parameter_boxes(model, None).items():
         for box in boxes:
@@ -67,7 +74,7 @@ def load_checkpoint(
 
 
 def device_of(device: str | torch.device) -> torch.device:
-    """ "auto" is a GPU if there is one."""
+    """The device; "auto" is a GPU if there is one."""
     return local_device(0, 1, "auto") if device == "auto" else torch.device(device)
 
 
@@ -84,31 +91,16 @@ def find_checkpoint(place: Path, step: int | None = None, say: Say = lambda _: N
     return newest_whole(place, step, say)
 
 
-def of_run(
-    model: ModelConfig, data: DataConfig, tokenizer: str | os.PathLike[str] | None = None
-) -> tuple[ModelConfig, Tokenizer | None]:
-    """A run's model with its vocabulary, and its tokenizer; None of a synthetic task. tokenizer: instead of the run's."""
-    if not isinstance(data, ShardsConfig):
-        return with_vocabulary(model, data.vocab_size, None), None if tokenizer is None else load_tokenizer(tokenizer)
-    path = data.tokenizer if tokenizer is None else os.fspath(tokenizer)
-    found = load_tokenizer(path, data.eod_token)
-    return with_vocabulary(model, found.vocab_size, path), found
-
-
 def _exported(
     folder: Path, device: torch.device, dtype: torch.dtype | None, tokenizer: str | os.PathLike[str] | None
 ) -> LoadedModel:
     """The model of a folder with config.json and weights, computed in float32 on a CPU and in the type of its weights elsewhere."""
     read = read_model(folder)
     compute = dtype or (torch.float32 if device.type == "cpu" or read.dtype not in DTYPES.values() else read.dtype)
-    model = _empty(read.model, device, compute, torch.float32)
+    with device:
+        model = LanguageModel(read.model, compute_dtype=compute)
     _copy(model, read.weights)
     return LoadedModel(model, read_tokenizer(folder) if tokenizer is None else load_tokenizer(tokenizer))
-
-
-def _empty(config: ModelConfig, device: torch.device, compute: torch.dtype, residual: torch.dtype) -> LanguageModel:
-    with device:
-        return LanguageModel(config, compute_dtype=compute, residual_dtype=residual)
 
 
 def _copy(model: LanguageModel, weights: dict[str, Tensor]) -> None:
