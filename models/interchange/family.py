@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
+from baton.models.settings import MixerConfig
+from baton.models.settings.declarations import ParameterDeclaration
 
 
 class Family(ABC):
@@ -13,7 +15,7 @@ class Family(ABC):
 
     Attributes:
         library: whose format it is, with the class, for messages and model cards.
-        architectures: what config.json names it.
+        architectures, model_type: what config.json names it.
         kinds: the sub-blocks of each layer, by kind of mixer.
         float32_only: ends of names whose tensors stay float32 in an export of a lower precision, for the recurrences' sake.
         embedding, final_norm, head: names of tensors outside the layers.
@@ -21,6 +23,7 @@ class Family(ABC):
 
     library: ClassVar[str]
     architectures: ClassVar[tuple[str, ...]]
+    model_type: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]
     float32_only: ClassVar[tuple[str, ...]] = ()
     embedding: ClassVar[str]
@@ -38,6 +41,17 @@ class Family(ABC):
     @abstractmethod
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """config.json of a model of this family. Raises InterchangeError for settings that the format cannot say."""
+
+    def sizes(self, model: ModelConfig) -> dict[str, Any]:
+        """What every config.json says under the same names."""
+        return {
+            "architectures": list(self.architectures),
+            "model_type": self.model_type,
+            "hidden_size": model.d_model,
+            "num_hidden_layers": model.n_layers,
+            "vocab_size": model.vocab_size,
+            "tie_word_embeddings": model.tie_embeddings,
+        }
 
     @abstractmethod
     def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
@@ -66,6 +80,19 @@ class Family(ABC):
         if not model.tie_embeddings:
             found.append(TensorMap(self.head, (("head.weight", shape),), rows=rows))
         return found
+
+
+def parameters(settings: MixerConfig, d_model: int) -> Iterator[tuple[str, tuple[int, ...], ParameterDeclaration]]:
+    """Names as in a weights file, where each part of a fused projection has its own, and shapes."""
+    for declared in settings.parameters(d_model):
+        if not declared.fused_splits:
+            yield declared.name, declared.shape, declared
+        module, _, last = declared.name.rpartition(".")
+        for part, rows in declared.fused_splits:
+            yield f"{module}.{part}.{last}", (rows, *declared.shape[1:]), declared
+    for name, inner in settings.nested.items():
+        for key, shape, declared in parameters(inner, d_model):
+            yield f"{name}.{key}", shape, declared
 
 
 def required(config: Mapping[str, Any], key: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from baton.models.config import ModelConfig
-from baton.models.interchange.family import Family, only, required
+from baton.models.interchange.family import Family, only, parameters, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
 from baton.models.settings import MixerConfig
 from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
@@ -24,7 +24,6 @@ FEATURE_MAPS = {None: "identity", "relu": "relu", "silu": "silu", "swish": "silu
 class _Fla(Family):
     """What the models have in common: the layer's frame and the MLP."""
 
-    model_type: ClassVar[str]
     needed: ClassVar[dict[str, tuple[Any, Any]]]
     """By key of config.json: the value that Baton's mixer has, and fla's where there is none."""
     default_norm_eps = 1e-6
@@ -57,12 +56,7 @@ class _Fla(Family):
     def config(self, model: ModelConfig) -> dict[str, Any]:
         mixer, swiglu = _parts(model, 0)
         return {
-            "architectures": list(self.architectures),
-            "model_type": self.model_type,
-            "hidden_size": model.d_model,
-            "num_hidden_layers": model.n_layers,
-            "vocab_size": model.vocab_size,
-            "tie_word_embeddings": model.tie_embeddings,
+            **self.sizes(model),
             "norm_eps": model.norm_eps,
             "intermediate_size": swiglu.width(model.d_model),
             "hidden_act": "swish",
@@ -101,11 +95,8 @@ class _Fla(Family):
 
     def _tensors(self, mixer: MixerConfig, width: int) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
         """(their name, ours, shape, axis as in TensorMap) of a mixer's tensors."""
-        for declared in mixer.parameters(width):
-            module, _, last = declared.name.rpartition(".")
-            for part, rows in declared.fused_splits or (("", declared.shape[0]),):
-                own = f"{module}.{part}.{last}" if part else declared.name
-                yield self.names[own], own, (rows, *declared.shape[1:]), 1 if own.startswith("conv_weights.") else None
+        for own, shape, _ in parameters(mixer, width):
+            yield self.names[own], own, shape, 1 if own.startswith("conv_weights.") else None
 
     names: ClassVar[dict[str, str]]
     """Their names of a mixer's tensors, by ours."""

@@ -57,12 +57,7 @@ class Llama(Family):
             raise InterchangeError("rope_theta=null, attention without positions, is not in this format")
         heads = attention.head_counts(model.d_model)
         return {
-            "architectures": list(self.architectures),
-            "model_type": self.model_type,
-            "hidden_size": model.d_model,
-            "num_hidden_layers": model.n_layers,
-            "vocab_size": model.vocab_size,
-            "tie_word_embeddings": model.tie_embeddings,
+            **self.sizes(model),
             "rms_norm_eps": model.norm_eps,
             "num_attention_heads": heads[0],
             "num_key_value_heads": heads[1],

@@ -34,14 +34,9 @@ class _StateSpace(Family):
             "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         }
 
-    def _config(self, model: ModelConfig, name: str, settings: MambaConfig | Mamba2Config) -> dict[str, Any]:
+    def _config(self, model: ModelConfig, settings: MambaConfig | Mamba2Config) -> dict[str, Any]:
         return {
-            "architectures": list(self.architectures),
-            "model_type": name,
-            "hidden_size": model.d_model,
-            "num_hidden_layers": model.n_layers,
-            "vocab_size": model.vocab_size,
-            "tie_word_embeddings": model.tie_embeddings,
+            **self.sizes(model),
             "layer_norm_epsilon": model.norm_eps,
             "state_size": settings.d_state,
             "conv_kernel": settings.d_conv,
@@ -56,6 +51,7 @@ class _StateSpace(Family):
 class Mamba(_StateSpace):
     library = "transformers, MambaForCausalLM"
     architectures: ClassVar[tuple[str, ...]] = ("MambaForCausalLM",)
+    model_type = "mamba"
     kinds = ("mamba",)
 
     def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +72,7 @@ class Mamba(_StateSpace):
         assert isinstance(mamba, MambaConfig)
         if not mamba.skip or mamba.discretization != "euler":
             raise InterchangeError("skip=false and discretization=zoh are not in this format")
-        return self._config(model, "mamba", mamba) | {
+        return self._config(model, mamba) | {
             "time_step_rank": mamba.step_rank(model.d_model),
             "intermediate_size": mamba.expand * model.d_model,
         }
@@ -103,6 +99,7 @@ class Mamba(_StateSpace):
 class Mamba2(_StateSpace):
     library = "transformers, Mamba2ForCausalLM"
     architectures: ClassVar[tuple[str, ...]] = ("Mamba2ForCausalLM",)
+    model_type = "mamba2"
     kinds = ("mamba2",)
 
     def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +123,7 @@ class Mamba2(_StateSpace):
     def config(self, model: ModelConfig) -> dict[str, Any]:
         (mamba,) = model.mixers.values()
         assert isinstance(mamba, Mamba2Config)
-        return self._config(model, "mamba2", mamba) | {
+        return self._config(model, mamba) | {
             "num_heads": mamba.head_count(model.d_model),
             "head_dim": mamba.head_dim,
             "n_groups": 1,

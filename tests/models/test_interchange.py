@@ -9,14 +9,13 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from support.compare import relative_error
-from support.interchange import HEADS, logits_of, ours_of, transformers_model
+from support.interchange import HEADS, assert_same, logits_of, ours_of, transformers_model
 
 from baton.launcher.cli import main
 from baton.launcher.interchange import _save, import_model
 from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import to_theirs
 from baton.models.interchange.registry import FAMILIES, family_of_config, family_of_model
-from baton.parallel.param_layout import named_layouts
 
 CASES = {
     "mamba": ("Mamba", {"state_size": 5, "time_step_rank": 3, "use_mambapy": False, "residual_in_fp32": True}),
@@ -47,19 +46,7 @@ def test_an_imported_model_is_theirs(case, tmp_path):
     model = ModelConfig.model_validate(yaml.safe_load((tmp_path / "ours.yaml").read_text()))
     ours = ours_of(model, tmp_path / "ours.safetensors")
     tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
-    expected = theirs(tokens).logits
-    found = logits_of(ours, tokens)
-    assert relative_error(found, expected) <= 1e-5
-    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    found.backward(cotangent)
-    expected.backward(cotangent)
-    gradients = {}
-    for name, parameter, layout in named_layouts(ours):
-        for block in layout.shard_boxes(name, 0, 1):
-            gradients[block.name] = parameter.grad[block.local_row : block.local_row + block.extent[0]]
-    others = dict(theirs.named_parameters())
-    for one in family_of_model(model).maps(model):
-        assert relative_error(one.to_theirs(gradients), others[one.theirs].grad) <= 2e-5, one.theirs
+    assert_same(theirs, theirs(tokens).logits, ours, tokens)
 
 
 @pytest.mark.parametrize(

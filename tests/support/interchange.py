@@ -6,8 +6,10 @@ import torch
 from safetensors.torch import load_file
 
 from baton.models.config import ModelConfig
+from baton.models.interchange.registry import family_of_model
 from baton.models.library import language_model
 from baton.parallel.param_layout import named_layouts
+from support.compare import relative_error
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 61}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "head_dim": 12}
@@ -41,6 +43,22 @@ def ours_of(model: ModelConfig, weights: Path):
 def logits_of(model, tokens):
     hidden, _ = model(tokens, torch.arange(tokens.shape[1], dtype=torch.int32).expand(len(tokens), -1))
     return model.logits(hidden)[..., : model.config.vocab_size]
+
+
+def assert_same(theirs, expected, ours, tokens):
+    """Logits, and the gradients of every parameter by one scalar of all logits. theirs, expected: their model and its logits."""
+    found = logits_of(ours, tokens)
+    assert relative_error(found, expected) <= 1e-5
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    found.backward(cotangent)
+    expected.backward(cotangent)
+    gradients = {}
+    for name, parameter, layout in named_layouts(ours):
+        for block in layout.shard_boxes(name, 0, 1):
+            gradients[block.name] = parameter.grad[block.local_row : block.local_row + block.extent[0]]
+    others = dict(theirs.named_parameters())
+    for one in family_of_model(ours.config).maps(ours.config):
+        assert relative_error(one.to_theirs(gradients), others[one.theirs].grad) <= 2e-5, one.theirs
 
 
 def import_fla():

@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -200,18 +201,22 @@ def write_weights(tensors: dict[str, torch.Tensor], out: Path, about: dict[str, 
 
 def names_in(path: Path) -> set[str]:
     """Names of a safetensors file's tensors. Raises CheckpointError for a file that cannot be read."""
+    with _weights_file(path) as file:
+        return set(file.keys())
+
+
+@contextmanager
+def _weights_file(path: Path) -> Iterator[Any]:
+    """An open safetensors file. Raises CheckpointError where it cannot be read, and an error that is retried where it may yet."""
     try:
         retry_transient(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
         with safe_open(path, framework="pt") as file:
-            return set(file.keys())
+            yield file
     except (OSError, SafetensorError) as error:
-        raise _no_weights(path, error) from None
-
-
-def _no_weights(path: Path, error: Exception) -> Exception:
-    if is_transient(error):
-        return unreadable(path, error)
-    return CheckpointError(f"{path}: cannot be read as safetensors ({error}); give a file of `baton import` or `checkpoint export`")
+        if is_transient(error):
+            raise unreadable(path, error) from None
+        what = "give a file of `baton import` or `checkpoint export`"
+        raise CheckpointError(f"{path}: cannot be read as safetensors ({error}); {what}") from None
 
 
 def load_weights(path: Path, boxes: dict[str, list[ShardBox]]) -> None:
@@ -219,16 +224,13 @@ def load_weights(path: Path, boxes: dict[str, list[ShardBox]]) -> None:
 
     Raises CheckpointError: the file cannot be read, or is of another model.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            names, wanted = set(file.keys()), {key.removeprefix(MASTER) for key in boxes if key.startswith(MASTER)}
-            if wanted - names:
-                raise CheckpointError(f"{path}: it has no tensor {min(wanted - names)}; it is of another model")
-            for name in wanted:
-                there = file.get_slice(name)
-                for box in boxes[f"{MASTER}{name}"]:
-                    if tuple(there.get_shape()) != box.whole:
-                        raise CheckpointError(f"{path}: {name} has shape {tuple(there.get_shape())}, the model's {box.whole}")
-                    box.data.copy_(there[tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape))])
-    except (OSError, SafetensorError) as error:
-        raise _no_weights(path, error) from None
+    with _weights_file(path) as file:
+        names, wanted = set(file.keys()), {key.removeprefix(MASTER) for key in boxes if key.startswith(MASTER)}
+        if wanted - names:
+            raise CheckpointError(f"{path}: it has no tensor {min(wanted - names)}; it is of another model")
+        for name in wanted:
+            there = file.get_slice(name)
+            for box in boxes[f"{MASTER}{name}"]:
+                if tuple(there.get_shape()) != box.whole:
+                    raise CheckpointError(f"{path}: {name} has shape {tuple(there.get_shape())}, the model's {box.whole}")
+                box.data.copy_(there[tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape))])

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from baton.models.config import ModelConfig
-from baton.models.interchange.family import Family, required
+from baton.models.interchange.family import Family, parameters, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
-from baton.models.settings import MixerConfig, kinds
-from baton.models.settings.declarations import ParameterDeclaration
+from baton.models.settings import kinds
 
 ARCHITECTURE = "BatonForCausalLM"
 FILES = ("configuration_baton.py", "mixers_baton.py", "modeling_baton.py", "recurrences_baton.py")
@@ -30,6 +29,7 @@ class BatonFamily(Family):
 
     library = "transformers with trust_remote_code=True, BatonForCausalLM"
     architectures: ClassVar[tuple[str, ...]] = (ARCHITECTURE,)
+    model_type = "baton"
     kinds = ("any pattern of Baton's mixers",)
     embedding = "embedding.weight"
     final_norm = "norm.weight"
@@ -44,13 +44,8 @@ class BatonFamily(Family):
             shapes = {key: list(shape) for key, shape, _ in parameters(settings, model.d_model)}
             mixers[name] = settings.model_dump(mode="json") | {"parameters": shapes}
         return {
-            "architectures": list(self.architectures),
-            "model_type": "baton",
+            **self.sizes(model),
             "auto_map": AUTO,
-            "vocab_size": model.vocab_size,
-            "hidden_size": model.d_model,
-            "num_hidden_layers": model.n_layers,
-            "tie_word_embeddings": model.tie_embeddings,
             "norm_eps": model.norm_eps,
             "layers": [list(names) for names in model.layers],
             "mixers": mixers,
@@ -76,19 +71,6 @@ class BatonFamily(Family):
             return name.endswith("norm.weight")
         settings = model.mixers[name.split(".")[2]]
         return next(d.layer not in MATRICES for key, _, d in parameters(settings, model.d_model) if key == inner)
-
-
-def parameters(settings: MixerConfig, d_model: int) -> Iterator[tuple[str, tuple[int, ...], ParameterDeclaration]]:
-    """Names as in a weights file, where each part of a fused projection has its own, and shapes."""
-    for declared in settings.parameters(d_model):
-        if not declared.fused_splits:
-            yield declared.name, declared.shape, declared
-        module, _, last = declared.name.rpartition(".")
-        for part, rows in declared.fused_splits:
-            yield f"{module}.{part}.{last}", (rows, *declared.shape[1:]), declared
-    for name, inner in settings.nested.items():
-        for key, shape, declared in parameters(inner, d_model):
-            yield f"{name}.{key}", shape, declared
 
 
 def _self_contained(path: Path) -> str:
