@@ -227,7 +227,9 @@ def _run(path: Path) -> None:
         changed=changed_since_last_start(path.parent, config) if rank == 0 and path.parent.name.isdigit() else {},
     )
     train(settings, mesh)
-    meshes.shutdown()
+    heartbeat.own_heartbeat().beat(config.training.steps, "the end of the run")
+    heartbeat.own_heartbeat().set_waiting("the other ranks")
+    meshes.await_all(mesh, store)
 
 
 def _say_of_kernels(line: str) -> None:

@@ -4,6 +4,7 @@ megatron-core's parallel_state owns every process group; this module starts it a
 numbered tensor first, then sequence, data and pipeline.
 """
 
+import contextlib
 import datetime
 import math
 import sys
@@ -126,6 +127,21 @@ def _own_group(groups: Sequence[Sequence[int]], timeout: datetime.timedelta) -> 
     """The group that this rank is in; every rank makes all of them, in the same order."""
     made = [dist.new_group(list(ranks), timeout=timeout) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+
+
+def await_all(mesh: Mesh, store: dist.Store) -> None:
+    """Wait until all ranks are here and no GPU has work, after which each process may end without `shutdown`.
+
+    Until then another rank's GPU may read this one's memory. Destroying NCCL's communicators takes seconds and can hang; the
+    end of a process frees all they have. store: as given to `initialize`. The wait ends early where the store, a thread of
+    rank 0, has ended: rank 0 has then met all ranks.
+    """
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+    with contextlib.suppress(dist.DistError):
+        if store.add("ranks at their end", 1) == mesh.world_size:
+            store.set("all ranks at their end", "")
+        store.wait(["all ranks at their end"])
 
 
 def shutdown() -> None:

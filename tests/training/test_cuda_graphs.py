@@ -33,6 +33,9 @@ class Again:
         assert self.records <= 2
         return run
 
+    def release(self):
+        pass
+
 
 def cut(batch, tokens, device):
     return Batch(*(x[:, :tokens].to(device) for x in (batch.tokens, batch.labels, batch.pos)))
@@ -59,6 +62,8 @@ def steps(mesh, mixer, recorder, compute_dtype="bfloat16"):
             with torch.no_grad():
                 victim.copy_(before)
             drop_cast_weights(train_state.model)
+    executor.close()
+    assert graphs is None or graphs._recorded is None
     return found, {name: p.detach().clone() for name, p in train_state.model.named_parameters()}
 
 
@@ -151,6 +156,9 @@ class Recorder:
             run()
         return lambda: None
 
+    def release(self):
+        pass
+
 
 seen = []
 FORMS = ({}, {"recompute": "full"}, {"recompute": "selective"}, {"compute_dtype": "float32"})
@@ -219,6 +227,24 @@ def on_gpu():
 def test_graphs_are_plain_passes_to_the_bit(mixer, on_gpu):
     for compute_dtype in ("bfloat16", "float32"):
         assert differences(on_gpu, [mixer], CudaGraphRecorder, compute_dtype) == {mixer: []}
+
+
+def on_tensor_ranks(mesh):
+    make_deterministic(training())
+    return differences(mesh, ["hybrid"], CudaGraphRecorder)
+
+
+def rank_of(mesh):
+    return mesh.rank
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_process_groups_can_be_destroyed_after_their_collectives_were_recorded(gpu_pool):
+    """NCCL waits without a limit for graphs that have them."""
+    for found in gpu_pool.run(on_tensor_ranks, tensor=2):
+        assert found == {"hybrid": []}
+    assert gpu_pool.run(rank_of, data=2, timeout_s=120) == [0, 1]  # another layout has other groups
 
 
 @pytest.mark.gpu

@@ -33,13 +33,16 @@ class GraphRecorder(Protocol):
         """Record the function without computing anything; returns its replay. Functions are recorded in the order in which
         they are replayed."""
 
+    def release(self) -> None:
+        """Free what was recorded; its replays are not called any more."""
+
 
 class CudaGraphRecorder:
     """Records CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._first: torch.cuda.CUDAGraph | None = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def warm_up(self, run: Run) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -50,18 +53,24 @@ class CudaGraphRecorder:
 
     def record(self, run: Run) -> Run:
         graph = torch.cuda.CUDAGraph()
-        pool = None if self._first is None else self._first.pool()
+        pool = self._graphs[0].pool() if self._graphs else None
         # other threads may go on using the GPU: one copies a checkpoint to the host, one watches NCCL
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
-        self._first = self._first or graph
+        self._graphs.append(graph)
         return graph.replay
+
+    def release(self) -> None:
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
 
 @dataclass(frozen=True)
 class _RecordedGraphs:
     """The two recorded passes and the buffers that they read and write."""
 
+    recorder: GraphRecorder
     forward: Run
     backward: Run
     batch: Batch[Tensor]
@@ -87,7 +96,8 @@ class CudaGraphs:
         """
         found = self._recorded
         if found is None or found.batch.tokens.shape != batches[0].tokens.shape or found.read != self._addresses():
-            found = self._recorded = None  # gives its memory back first
+            found = None  # gives its memory back first
+            self.release()
             found = self._recorded = self._record(batches[0])
         for module, copy in found.copies:
             if module._cast_weight_cache is not copy:  # dropped, since the weight has changed
@@ -96,6 +106,14 @@ class CudaGraphs:
         _reset_buffers(found)
         found.scale.fill_(scale)
         return CudaGraphRunner(found, batches)
+
+    def release(self) -> None:
+        """Free the recorded passes. Needed before the process groups are destroyed: NCCL waits, without a time limit, until no
+        graph has operations of a communicator that it destroys (PyTorch issue 115388), and a graph that is in a reference cycle
+        lives until the garbage collector runs."""
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            recorded.recorder.release()
 
     def _addresses(self) -> tuple[int, ...]:
         return tuple(p.data_ptr() for p in self._model.parameters())
@@ -130,7 +148,7 @@ class CudaGraphs:
             if isinstance(m, CastWeightCache) and m._cast_weight_cache is not None
         ]
         passes = recorder.record(forward), recorder.record(backward)
-        return _RecordedGraphs(*passes, batch, scale, total, copies, gradients, self._addresses())
+        return _RecordedGraphs(recorder, *passes, batch, scale, total, copies, gradients, self._addresses())
 
 
 def _reset_buffers(recorded: _RecordedGraphs) -> None:

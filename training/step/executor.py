@@ -92,6 +92,11 @@ class StepExecutor:
         )
         self.compute_update_norm = False  # whether steps compute the norm of the parameters' change
 
+    def close(self) -> None:
+        """Free the recorded CUDA graphs. Called behind the last step, before the process groups are destroyed."""
+        if self._cuda_graphs is not None:
+            self._cuda_graphs.release()
+
     def step(self, batches: Sequence[Batch[Tensor]], lr: float | Mapping[str, float], checksum: int = 0) -> StepResult:
         """Make one update from this data rank's micro-batches, unless the step is anomalous (see StepResult).
 
