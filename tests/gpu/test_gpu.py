@@ -11,6 +11,7 @@ from baton.kernels.common.kernel_check import check
 from baton.kernels.protocol import LinearRecurrence
 from baton.kernels.registry import recurrences
 from baton.models.forward_context import ForwardContext
+from baton.models.library import language_model
 from baton.models.mixer import build_mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.settings import SMALL_WIDTH, kinds
@@ -20,6 +21,7 @@ from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.tensor import megatron_config
 from baton.training.build import build, make_deterministic
 from baton.training.checkpoint.shard_boxes import optimizer_boxes
+from baton.training.evaluation.generation import Sampling, generate, graph_recorder
 from baton.training.lr_schedule import learning_rate
 from baton.training.step.executor import StepExecutor
 
@@ -136,7 +138,7 @@ def test_training_on_gpus_equals_training_on_the_cpu(pool, gpu_pool, layout):
     assert seen == parameters.keys()
 
 
-@pytest.mark.parametrize("mixer", [kind for kind in kinds() if kind != "mamba"])
+@pytest.mark.parametrize("mixer", [*(kind for kind in kinds() if kind != "mamba"), "qwen", "bare", "t2r"])
 def test_every_mixer_trains_on_gpus_as_on_the_cpu(pool, gpu_pool, mixer):
     layout = {"tensor": 2, "data": 2} if gpu_pool.size >= 4 else {"data": 1}
     rows, parameters, _ = pool.run(steps, data=1, mixer=mixer)[0]
@@ -230,3 +232,21 @@ def test_equal_runs_give_equal_bits(gpu_pool, compute_dtype):
     assert first[0] == second[0]
     for key, parts in first[2].items():
         assert all(torch.equal(a, b) for a, b in zip(parts, second[2][key])), key
+
+
+@pytest.mark.parametrize("mixer", [*(kind for kind in kinds() if kind != "swiglu"), "t2r"])
+def test_text_is_that_of_the_cpu_and_recorded_steps_write_the_same(mixer):
+    g, model = seeded(4), language_model(model_of(mixer), seed=2)
+    prompts = [torch.randint(61, (length,), generator=g).tolist() for length in (5, 17, 1, 17)]
+    words = {"tokens": 40, "vocab_size": 61, "stop": None, "seeds": [3, 1, 4, 1]}
+    expected = generate(model, prompts, **words, sampling=Sampling(0))
+    model.cuda()
+    recorder = graph_recorder(model)
+    assert (recorder is None) == model_of(mixer).mixers[mixer if mixer != "t2r" else "gsa"].state_grows
+    assert generate(model, prompts, **words, sampling=Sampling(0)) == expected
+    for sampling in (Sampling(0), Sampling(0.9), Sampling(1.0, 20, 0.8)):
+        plain = generate(model, prompts, **words, sampling=sampling, ended=lambda row, ids: len(ids) == 40 - 9 * row)
+        recorded = generate(
+            model, prompts, **words, sampling=sampling, ended=lambda row, ids: len(ids) == 40 - 9 * row, recorder=recorder
+        )
+        assert recorded == plain, sampling

@@ -15,7 +15,7 @@ from baton.launcher.errors import ConfigError
 from baton.models.config import ModelConfig
 from baton.models.library import language_model
 from baton.training.errors import CheckpointError, RunError
-from baton.training.evaluation.generation import PREFILL_TOKENS, Sampling, _sample, generate
+from baton.training.evaluation.generation import PREFILL_TOKENS, Sampling, choose, generate
 
 PROMPTS = ["", "def main(", "import os\nimport sys\n\n\nclass A:\n    x = 1\n", "x", "return self"]
 
@@ -133,11 +133,15 @@ def test_a_state_that_grows_or_is_cut_is_that_of_the_prompt_alone(window, monkey
 
 def test_samples_are_of_what_top_k_and_top_p_leave():
     probabilities = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).repeat(400, 1)
-    generators = [torch.Generator().manual_seed(n) for n in range(400)]
+    draws = torch.rand(400, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for sampling, left in ((Sampling(1.0, 0, 0.65), {0, 1}), (Sampling(1.0, 3), {0, 1, 2}), (Sampling(1.0, 0, 0.71), {0, 1, 2})):
-        assert set(_sample(probabilities.log(), sampling, generators).tolist()) == left, sampling
-    counts = torch.bincount(_sample(probabilities.log(), Sampling(1.0), generators), minlength=4) / 400
-    assert (counts - probabilities[0]).abs().max() < 0.1
+        assert set(choose(probabilities.log(), sampling, draws).tolist()) == left, sampling
+    grid = (torch.arange(400, dtype=torch.float64) + 0.5) / 400  # each token has its part of the draws, exactly
+    for temperature, expected in ((1.0, [160, 120, 80, 40]), (0.5, [213, 120, 54, 13])):
+        counts = torch.bincount(choose(probabilities.log(), Sampling(temperature), grid), minlength=4)
+        assert counts.tolist() == expected, temperature
+    last = torch.tensor([1 - 2**-53] * 400, dtype=torch.float64)
+    assert set(choose(probabilities.log(), Sampling(1.0, 2), last).tolist()) == {1}
 
 
 def test_prompts_from_a_file(undisturbed, inputs, tmp_path, monkeypatch, capsys):

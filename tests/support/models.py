@@ -15,10 +15,13 @@ SEQUENCES, SEQUENCE_LENGTH = 8, 24
 
 def model_of(mixer):
     """A small model of the mixer's `small` settings (`MixerConfig.small`). "hybrid": layers with several sub-blocks and an untied
-    head. "bare": gated scans without their optional parts. "qwen": attention with its optional parts."""
+    head. "bare": gated scans without their optional parts. "qwen": attention with its optional parts. "t2r": GSA without
+    activations."""
     if mixer == "mamba":
         return MODEL
-    pattern = {"hybrid": ["mamba+swiglu", "longhorn"], "bare": ["mamba", "longhorn"], "qwen": ["attention"]}.get(mixer, [mixer])
+    pattern = {"hybrid": ["mamba+swiglu", "longhorn"], "bare": ["mamba", "longhorn"], "qwen": ["attention"], "t2r": ["gsa"]}.get(
+        mixer, [mixer]
+    )
     names = [name for entry in pattern for name in entry.split("+")]
     changes = {"d_model": SMALL_WIDTH, "pattern": pattern, "tie_embeddings": mixer != "hybrid"}
     mixers = {name: kinds()[name].small() for name in names}
@@ -27,6 +30,9 @@ def model_of(mixer):
         mixers = {name: settings.model_copy(update=left_out[name]) for name, settings in mixers.items()}
     if mixer == "qwen":
         mixers = {"attention": mixers["attention"].model_copy(update={"qkv_bias": True, "qk_norm": True})}
+    if mixer == "t2r":
+        plain = {"feature_map": "identity", "value_activation": None, "output_activation": None}
+        mixers = {"gsa": mixers["gsa"].model_copy(update=plain)}
     return ModelConfig(**MODEL.model_dump() | changes | {"mixers": mixers})
 
 

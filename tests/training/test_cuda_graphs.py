@@ -129,6 +129,7 @@ from baton.parallel.linear import fused_grad_accumulation
 from baton.training.build import build_model
 from baton.training.config import TrainingConfig
 from baton.training.step.cuda_graphs import CudaGraphs
+from baton.training.evaluation.generation import Sampling, _Decoding
 from baton.data_pipeline.packing import Batch
 
 JITFunction._do_compile = lambda self, key, *_: self  # nothing is compiled here
@@ -172,6 +173,13 @@ for (name, settings), (changes, tensor) in product(kinds().items(), [*((form, 1)
         ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
         with fused_grad_accumulation():
             CudaGraphs(built, Recorder).runner([Batch(ids, ids, pos)], 1.0)
+        if changes == {} and not settings.small().state_grows:  # and a step of decoding
+            with torch.no_grad():
+                states = built(ids, pos)[1]
+                draws = torch.empty(2, 9, dtype=torch.float64, device=META)
+                decoding = _Decoding(built, states, pos[:, -1].clone(), draws, Sampling(0.9, 5, 0.9), 64, None)
+                with Watched():
+                    decoding._run()
         meshes.shutdown()
 print("\\n".join(seen))
 seen.clear()

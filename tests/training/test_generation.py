@@ -8,6 +8,7 @@ from support.recurrences import seeded
 
 from baton.models.library import language_model
 from baton.models.settings import kinds
+from baton.training.errors import RunError
 from baton.training.evaluation.generation import Sampling, generate, read_prompts
 
 LENGTHS = (5, 17, 1, 9, 17, 3)
@@ -42,3 +43,54 @@ def test_a_row_ends_where_it_is_told_to():
     whole = generate(model, prompts, **words)
     cut = generate(model, prompts, **words, ended=lambda row, ids: len(ids) == row + 1)
     assert cut == [ids[: row + 1] for row, ids in enumerate(whole)]
+
+
+class Again:
+    """Replays by running again: on a CPU memory is the same each time, as a graph's is."""
+
+    def __init__(self, device):
+        made.append(self)
+        self.warmed = self.replays = 0
+        self.held = False
+
+    def warm_up(self, run):
+        self.warmed += 1
+        run()
+
+    def record(self, run):
+        self.held = True
+
+        def replay():
+            assert self.held
+            self.replays += 1
+            run()
+
+        return replay
+
+    def release(self):
+        self.held = False
+
+
+made = []
+
+
+@pytest.mark.parametrize("kind", [kind for kind, of in kinds().items() if kind != "swiglu" and not of.small().state_grows])
+def test_recorded_steps_are_steps(kind):
+    """Rows that have ended are carried along until half of them are left, for which steps are recorded anew."""
+    model, prompts = language_model(model_of(kind), seed=2), prompts_of()
+    words = {"tokens": 30, "vocab_size": 61, "stop": None, "sampling": Sampling(0.9), "seeds": range(6)}
+    words["ended"] = lambda row, ids: len(ids) == (30, 5, 3, 12, 7, 18)[row]
+    expected = generate(model, prompts, **words)
+    assert [len(ids) for ids in expected] == [30, 5, 3, 12, 7, 18]
+    made.clear()
+    assert generate(model, prompts, **words, recorder=Again) == expected
+    assert [(one.warmed, one.held) for one in made] == [(1, False)] * 3
+    assert sum(one.replays for one in made) == 29 - 3
+
+
+def test_a_model_whose_logits_are_not_finite_says_so():
+    model = language_model(model_of("mamba"), seed=2)
+    with torch.no_grad():
+        model.norm.weight.fill_(torch.nan)
+    with pytest.raises(RunError, match="logits are not finite after 17 tokens of prompt 0"):
+        generate(model, prompts_of()[1:3], tokens=3, vocab_size=61, stop=None)

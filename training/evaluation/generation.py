@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 from baton.models.lm import LanguageModel, States
+from baton.training.errors import RunError
+from baton.training.step.cuda_graphs import CudaGraphRecorder, GraphRecorder, Run
 
 PREFILL_TOKENS = 16384
 """Tokens of all rows together in one forward pass over prompts, which bounds its memory."""
+
+_RECORDED_STEPS = 8
+"""Steps that must be left to record one: recording takes about as long as three that are not recorded."""
+
+_WEIGHT_BITS = 40
+"""Probabilities are drawn from as integers of so many bits, whose sums are exact and therefore alike on every device."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,13 @@ class Sampling:
     top_p: float = 1.0
 
 
+def graph_recorder(model: LanguageModel) -> Callable[[torch.device], GraphRecorder] | None:
+    """What `generate` records a model's steps with: CUDA graphs on a GPU; None on a CPU, over pipeline stages, which exchange
+    messages in every step, and where a State grows, whose memory is another one after every token."""
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return CudaGraphRecorder if on_gpu and model.pipeline is None and not _state_grows(model) else None
+
+
 @torch.no_grad()
 def generate(
     model: LanguageModel,
@@ -40,6 +55,7 @@ def generate(
     sampling: Sampling = Sampling(),
     seeds: Sequence[int] | None = None,
     ended: Callable[[int, list[int]], bool] | None = None,
+    recorder: Callable[[torch.device], GraphRecorder] | None = None,
 ) -> list[list[int]]:
     """Ids that follow each prompt: at most `tokens`, ending before `stop`.
 
@@ -51,42 +67,138 @@ def generate(
         vocab_size: ids of the tokenizer; padding is never sampled.
         seeds: of each row; None: 0 for all.
         ended: called with a row's number and its ids so far; the row ends where it returns True.
+        recorder: records a step, which is then replayed without Python (`graph_recorder`); None: no step is recorded.
+
+    Raises RunError if logits are not finite.
     """
     written: list[list[int]] = [[] for _ in prompts]
     generators = [torch.Generator(device="cpu").manual_seed(seed) for seed in seeds or [0] * len(prompts)]
-    whole_sequence = replace(model.forward_context, link=None)  # every context-parallel rank decodes all of it
     device = next(model.parameters()).device
     for batch in batches_of_prompts(model, prompts):
         distinct = list(dict.fromkeys(tuple(prompts[row]) for row in batch))
         place = {prompt: n for n, prompt in enumerate(distinct)}
         index = torch.tensor([place[tuple(prompts[row])] for row in batch], device=device)
         hidden, states = read_prompts(model, distinct)
-        hidden, states = None if hidden is None else hidden[index], take_rows(states, index)
-        pos = torch.tensor([len(prompts[row]) for row in batch], dtype=torch.int32, device=device)
-        rows = list(batch)
-        while True:
-            chosen = torch.zeros(len(rows), dtype=torch.int64, device=device)
-            if hidden is not None:
-                logits = model.logits(hidden)[:, :vocab_size]
-                chosen = _sample(logits, sampling, [generators[row] for row in rows]).to(device)
-            if model.pipeline is not None:
-                chosen = model.pipeline.from_last(chosen)
-            kept = []
-            for n, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
-                if token == stop:
-                    continue
-                written[row].append(token)
-                if len(written[row]) < tokens and (ended is None or not ended(row, written[row])):
-                    kept.append(n)
-            if not kept:
-                break
-            if len(kept) < len(rows):
-                index = torch.tensor(kept, device=device)
-                rows, chosen, pos, states = [rows[n] for n in kept], chosen[index], pos[index], take_rows(states, index)
-            last, states = model.through_stages(chosen[:, None], pos[:, None], states, whole_sequence)
-            hidden = None if last is None else last[:, -1]
-            pos = pos + 1
+        # the generators are the CPU's, whose draws are the same beside every device
+        draws = torch.stack([torch.rand(max(1, tokens), dtype=torch.float64, generator=generators[row]) for row in batch])
+        decoding = _Decoding(
+            model,
+            take_rows(states, index),
+            torch.tensor([len(prompts[row]) for row in batch], dtype=torch.int32, device=device),
+            draws.to(device),
+            sampling,
+            vocab_size,
+            recorder,
+        )
+        try:
+            chosen = decoding.first(None if hidden is None else hidden[index])
+            numbers, alive = list(batch), set(batch)
+            while True:
+                for row, token in zip(numbers, chosen, strict=True):
+                    if row not in alive:
+                        continue
+                    if token < 0:
+                        raise RunError(
+                            f"logits are not finite after {len(prompts[row]) + len(written[row])} tokens of prompt {row}"
+                        )
+                    if token != stop:
+                        written[row].append(token)
+                    if token == stop or len(written[row]) == tokens or (ended is not None and ended(row, written[row])):
+                        alive.remove(row)
+                if not alive:
+                    break
+                if len(alive) < len(numbers) and decoding.shrinks_to(len(alive)):
+                    kept = [n for n, row in enumerate(numbers) if row in alive]
+                    numbers = [numbers[n] for n in kept]
+                    decoding.keep(kept)
+                chosen = decoding.step()
+        finally:
+            decoding.release()
     return written
+
+
+class _Decoding:
+    """Rows of a batch that are decoded together: each one's last token and position, and the States of the tokens before it.
+
+    States, pos int32 [B] and draws, float64 [B, tokens] uniform in [0, 1), are on the model's device; a step uses a column of
+    draws.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        states: States,
+        pos: Tensor,
+        draws: Tensor,
+        sampling: Sampling,
+        vocab_size: int,
+        recorder: Callable[[torch.device], GraphRecorder] | None,
+    ) -> None:
+        self._model, self._states, self._pos, self._draws = model, states, pos, draws
+        self._sampling, self._vocab_size, self._made = sampling, vocab_size, recorder
+        # every context-parallel rank decodes all of a sequence
+        self._context = replace(model.forward_context, link=None)
+        self._token = torch.zeros(len(pos), dtype=torch.int64, device=pos.device)
+        self._draw = draws[:, 0].clone()
+        self._steps = 1
+        self._recorder: GraphRecorder | None = None
+        self._replay: Run | None = None
+
+    def first(self, hidden: Tensor | None) -> list[int]:
+        """The token after each prompt. hidden: of the prompts' last tokens [B, d_model]; None except on the last stage."""
+        self._choose(hidden)
+        return self._token.tolist()
+
+    def step(self) -> list[int]:
+        """The token after the last of each row; negative where logits are not finite."""
+        self._draw.copy_(self._draws[:, self._steps])
+        self._steps += 1
+        if self._replay is not None:
+            self._replay()
+        elif self._made is not None and self._draws.shape[1] - self._steps >= _RECORDED_STEPS:
+            self._recorder = self._made(self._pos.device)
+            self._recorder.warm_up(self._run)  # which is this step
+            self._replay = self._recorder.record(self._run)
+        else:
+            self._run()
+        return self._token.tolist()
+
+    def shrinks_to(self, rows: int) -> bool:
+        """Whether the others are left out: recorded steps have all rows until half of them have ended."""
+        return self._replay is None or 2 * rows <= len(self._pos)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Leave all other rows out."""
+        self.release()
+        index = torch.tensor(rows, device=self._pos.device)
+        self._states = take_rows(self._states, index)
+        self._token, self._pos, self._draw, self._draws = (x[index] for x in (self._token, self._pos, self._draw, self._draws))
+
+    def release(self) -> None:
+        """Free what was recorded."""
+        self._replay = None
+        if self._recorder is not None:
+            self._recorder.release()
+            self._recorder = None
+
+    def _run(self) -> None:
+        hidden, after = self._model.through_stages(self._token[:, None], self._pos[:, None], self._states, self._context)
+        if self._recorder is None:
+            self._states = after
+        else:  # a replay reads them where this step has read them
+            for layer, state in after.items():
+                for name, leaf in state.items():
+                    self._states[layer][name].copy_(leaf)
+        self._pos += 1
+        self._choose(None if hidden is None else hidden[:, -1])
+
+    def _choose(self, hidden: Tensor | None) -> None:
+        chosen = self._token
+        if hidden is not None:
+            chosen = choose(self._model.logits(hidden)[:, : self._vocab_size], self._sampling, self._draw)
+        if self._model.pipeline is not None:
+            chosen = self._model.pipeline.from_last(chosen)
+        self._token.copy_(chosen)
 
 
 @torch.no_grad()
@@ -131,7 +243,7 @@ def read_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> tupl
 
 def batches_of_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Rows that can be decoded together: all of them, or those of equal length where a State grows with its sequence."""
-    if not any(mixer.state_grows for mixer in model.config.mixers.values()):
+    if not _state_grows(model):
         return [list(range(len(prompts)))] if prompts else []
     of_length: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -139,22 +251,37 @@ def batches_of_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -
     return list(of_length.values())
 
 
+def _state_grows(model: LanguageModel) -> bool:
+    return any(mixer.state_grows for mixer in model.config.mixers.values())
+
+
 def take_rows(states: States, rows: Tensor | slice) -> States:
     """States of some sequences of a batch."""
     return {layer: {name: leaf[rows] for name, leaf in state.items()} for layer, state in states.items()}
 
 
-def _sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """Ids int64 [B] drawn from logits [B, vocab], each row with its generator. On the CPU, where draws do not depend on the GPU."""
+def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
+    """Ids int64 [B] for logits float32 [B, vocab]; -1 where logits are not finite.
+
+    draws: float64 [B] uniform in [0, 1): the token at that part of the summed probabilities is chosen.
+    """
+    finite = logits.amax(dim=-1).isfinite()
     if sampling.temperature == 0:
-        return logits.argmax(dim=-1)
-    logits = logits.cpu()
+        return torch.where(finite, logits.argmax(dim=-1), -1)
     if sampling.top_k:
         least = logits.topk(min(sampling.top_k, logits.shape[1])).values[:, -1:]
         logits = torch.where(logits >= least, logits, -torch.inf)
     probabilities = torch.softmax(logits / sampling.temperature, dim=-1)
     if sampling.top_p < 1:
         ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-        ordered = torch.where(ordered.cumsum(dim=-1) - ordered < sampling.top_p, ordered, 0.0)
-        probabilities = torch.zeros_like(probabilities).scatter(1, ids, ordered)
-    return torch.cat([torch.multinomial(p, 1, generator=g) for p, g in zip(probabilities, generators, strict=True)])
+        before = _integers(ordered).cumsum(dim=-1) - _integers(ordered)
+        probabilities = torch.zeros_like(probabilities).scatter(
+            1, ids, torch.where(before < int(sampling.top_p * 2**_WEIGHT_BITS), ordered, 0.0)
+        )
+    sums = torch.where(finite[:, None], _integers(probabilities), 1).cumsum(dim=-1)
+    at = (draws[:, None] * sums[:, -1:]).to(torch.int64).minimum(sums[:, -1:] - 1)
+    return torch.where(finite, torch.searchsorted(sums, at, right=True)[:, 0], -1)
+
+
+def _integers(probabilities: Tensor) -> Tensor:
+    return (probabilities.double() * 2**_WEIGHT_BITS).to(torch.int64)

@@ -19,6 +19,7 @@ from baton.training.evaluation.generation import (
     Sampling,
     batches_of_prompts,
     generate,
+    graph_recorder,
     read_prompts,
     take_rows,
 )
@@ -147,6 +148,7 @@ class HarnessModel(TemplateLM):
             sampling=sampling,
             seeds=chosen,
             ended=ended if stops else None,
+            recorder=graph_recorder(self.loaded.model),
         )
         texts = [text_of(row, written) for row, written in enumerate(ids)]
         for stop in stops:

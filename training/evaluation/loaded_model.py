@@ -15,7 +15,7 @@ from baton.data_pipeline.tokenizer import Tokenizer
 from baton.kernels.protocol import State
 from baton.models.lm import LanguageModel, States
 from baton.training.errors import RunError
-from baton.training.evaluation.generation import PREFILL_TOKENS, Sampling, generate
+from baton.training.evaluation.generation import PREFILL_TOKENS, Sampling, generate, graph_recorder
 
 
 class SequenceStates(dict[str, State]):
@@ -139,6 +139,7 @@ class LoadedModel:
                 stop=tokenizer.eod_id,
                 sampling=Sampling(temperature, top_k, top_p),
                 seeds=[row_seed(seed, start + n) for n in range(len(some))],
+                recorder=graph_recorder(self.model),
             )
             found += [tokenizer.continuation(a, b) for a, b in zip(some, ids, strict=True)]
         return found
