@@ -24,13 +24,15 @@ IMPORT = (
 )
 USE = ("models/mixers/mamba.py", "-torch.exp(self.A_log), D_D, dt_bias_D", "-torch.exp(self.A_log), D_D * self.D_scale, dt_bias_D")
 
+PLAN = ("tests/launcher/test_plan.py", "test_parameters_are_the_modules and mamba and not mamba2")
 FOLLOWS = {
-    "plan": ("tests/launcher/test_plan.py", "test_parameters_are_the_modules and mamba and not mamba2"),
+    "plan": PLAN,
     "mixer": ("tests/models/test_mixers.py", "mamba and not mamba2 and (split_equals or decoding)"),
     "checkpoint": ("tests/training/test_checkpoint.py", "any_layout and pipeline"),
     "grid": ("tests/training/test_grid.py", "other_sizes and mamba"),
 }
-"""Existing tests by what they hold. They read the parameter's declaration, so the copy changes none of them."""
+"""Existing tests by what they hold: files, and words that choose tests in them. They read the parameter's declaration, so the copy
+changes none of them."""
 
 PROBE = """
 import torch
@@ -89,12 +91,14 @@ def test_the_module_and_the_planner_have_it(copy):
     assert (count - without, planned) == (3 * 32, 32)
 
 
-@pytest.mark.parametrize("what", FOLLOWS)
-def test_the_rest_follows(copy, what):
-    path, selection = FOLLOWS[what]
-    done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", path, "-k", selection)
+def test_the_rest_follows(copy):
+    """In one process, whose start takes longer than most of these tests."""
+    paths, selections = zip(*FOLLOWS.values(), strict=True)
+    chosen = " or ".join(f"({Path(path).stem} and {words})" for path, words in zip(paths, selections, strict=True))
+    done = run(copy, "-m", "pytest", "-v", "-p", "no:cacheprovider", *paths, "-k", chosen)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 1
+    passed = set(re.findall(r"^(tests/\S+\.py)::.* PASSED", done.stdout, re.MULTILINE))
+    assert passed == set(paths), done.stdout[-4000:]
 
 
 def test_a_parameter_that_only_the_module_had_would_be_seen(copy):
@@ -109,7 +113,7 @@ def test_a_parameter_that_only_the_module_had_would_be_seen(copy):
         '        self.extra = context.parameter(split("extra", len(self.conv_bias), init=Constant(0.0)))\n\n'
     )
     path.write_text(text.replace("    A_log: nn.Parameter\n", "    A_log: nn.Parameter\n\n" + extra, 1), encoding="utf-8")
-    path, selection = FOLLOWS["plan"][0], "test_parameters_are_the_modules and mamba and not mamba2"
+    path, selection = PLAN
     done = run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path, "-k", selection)
     (copy / "packages" / "baton" / "models" / "mixers" / "mamba.py").write_text(text, encoding="utf-8")
     assert done.returncode == 1

@@ -109,7 +109,7 @@ def test_tuning_returns_a_configuration_that_computes_the_same(kernel, monkeypat
         sizes = {"batch": 1, "tokens": 5, "heads": 1, "d": 6, "m": 6}
         request = Request(kernel, lattice.shape_of(UpdateRule("enc", True), 6, 6), sizes)
     elif kernel == eidetic_attention.KERNEL:
-        sizes = {"batch": 1, "tokens": 20, "heads": 2, "groups": 1, "dim": 8, "window": 6}
+        sizes = {"batch": 1, "tokens": 9, "heads": 2, "groups": 1, "dim": 8, "window": 4}
         request = Request(kernel, eidetic_attention.shape_of(8), sizes)
     elif kernel == delta_rule.KERNEL:
         request = Request(kernel, delta_rule.shape_of(True, 8, 8), {"batch": 1, "tokens": 20, "heads": 1, "d_key": 8, "d_value": 8})

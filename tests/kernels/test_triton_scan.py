@@ -253,8 +253,7 @@ def test_without_gradients_the_bits_are_the_same():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nobody sees what is asked for")
-@pytest.mark.parametrize("length", [64, 61])
-@pytest.mark.parametrize("kind", ["mamba", "longhorn"])
+@pytest.mark.parametrize(("kind", "length"), every_pair(("mamba", "longhorn"), (64, 61)))
 def test_what_is_loaded_was_asked_for(kind, length, unasked):
     """Every load was prefetched, except a program's first: of a split, or of a split's last tokens in the backward pass."""
     channels, d_state = 32, 16

@@ -74,7 +74,7 @@ LEARNERS = {
     "hgrn2": ({"heads": 2, "d_key": 16}, induction(16, 8)),
     "retnet": ({"d_key": 16}, induction(16, 8)),
 }
-SHORT = ("mamba", "gated_delta_net")
+SHORT = ("mamba",)
 
 
 @pytest.mark.parametrize("mixer", SHORT)

@@ -4,6 +4,7 @@ test_grid."""
 import pytest
 import torch
 from support.compare import relative_error
+from support.long_form import some
 from support.models import MODEL, micro_batches, model_of, step_batch, training
 
 from baton.data_pipeline.config import MqarConfig
@@ -116,7 +117,7 @@ def test_layers_without_skips_and_biases_on_a_layout_equal_plain_pytorch(pool, s
         assert relative_error(parameters[name], value) <= 1e-5, name
 
 
-@pytest.mark.parametrize("mixer", ["mamba", "lattice", pytest.param("bmojo", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mixer", some(("mamba", "lattice", "bmojo"), ("mamba",)))
 def test_recomputation_exchanges_nothing(pool, mixer):
     """Over four sequence ranks: as many messages as without, and the same bits."""
     plain = pool.run(messages, mixer=mixer, context=4)
