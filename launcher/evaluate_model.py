@@ -1,4 +1,4 @@
-"""`baton eval --data` and `--tasks`: a trained model on any prepared dataset, and on tasks of lm-evaluation-harness."""
+"""`baton eval --data`, `--tasks` and `--long-context`: a trained model on any dataset, on lm_eval's tasks, and on long texts."""
 
 import sys
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import evaluation_batches
 from baton.launcher.errors import ConfigError
 from baton.launcher.evaluate import NAME, Sheet
+from baton.launcher.inputs import read_text
 from baton.launcher.load import device_of, find_checkpoint, load_checkpoint, load_model
 from baton.launcher.run_directory import read_config
 from baton.training.checkpoint.manifest import Manifest
@@ -104,6 +105,60 @@ def evaluate_tasks(
     )
     results = {task: {key: x for key, x in of.items() if isinstance(x, int | float)} for task, of in found["results"].items()}
     sheet.write({**row, "tasks": results, "shots": shots, "limit": limit})
+
+
+def evaluate_long_context(
+    place: Path,
+    tasks: Sequence[str],
+    *,
+    step: int | None,
+    device: str,
+    out: Path | None,
+    text: Path | None,
+    lengths: Sequence[str],
+    depths: int,
+    samples: int,
+    seed: int,
+    batch: int,
+    plot: Path | None,
+) -> None:
+    """Share of answers found by task, length and depth; appends a row to evaluations.jsonl and draws it as a heat map.
+
+    Raises ConfigError for unknown tasks, lengths that have no room for them, and a text that cannot be read.
+    """
+    from baton.training.evaluation.long_context_scores import score_tasks
+    from baton.training.evaluation.long_context_tasks import TASKS
+    from baton.training.monitoring.score_map import plot_scores
+
+    tasks = list(TASKS) if list(tasks) == ["all"] else list(dict.fromkeys(tasks))
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise ConfigError(f"--long-context: {unknown[0]}: no such task; there are {', '.join(TASKS)}, or all")
+    if wrong := [length for length in lengths if not length.isdecimal() or int(length) == 0]:
+        raise ConfigError(f"--lengths: {wrong[0]!r} is not a number of tokens; give whole numbers separated by commas")
+    if text is None:
+        raise ConfigError("--long-context: what is asked for is put into running text; give a file of it with --text")
+    running = read_text(text, "--text")
+    checkpoint, row, folder = _found(place, step)
+    sheet = Sheet(out or folder / NAME)
+    loaded = _loaded(place, checkpoint, step, device)
+    try:
+        rows = score_tasks(
+            loaded,
+            tasks,
+            running,
+            sorted({int(length) for length in lengths}),
+            depths=depths,
+            samples=samples,
+            batch=batch,
+            seed=seed,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    except ValueError as error:
+        raise ConfigError(f"--long-context: {error}; give other --lengths, or another --text") from None
+    sheet.write({**row, "text": str(text), "seed": seed, "long_context": rows})
+    named = f"{place.name or place}, step {row['step']}" if row else str(place.name)
+    picture = plot_scores(rows, named, plot or (out or folder / NAME).with_name("long_context.png"))
+    print(f"wrote {picture}", file=sys.stderr)
 
 
 def _found(place: Path, step: int | None) -> tuple[Path | None, dict[str, Any], Path]:

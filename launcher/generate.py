@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baton.data_pipeline.config import ShardsConfig
 from baton.launcher.errors import ConfigError
+from baton.launcher.inputs import read_text
 from baton.launcher.load import load_model
 from baton.launcher.run_directory import read_config
 
@@ -66,12 +67,7 @@ def read_prompts(path: Path) -> list[str]:
 
     Raises ConfigError for a file that cannot be read, is not UTF-8, or has no prompt.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--prompts: {path}: cannot be read ({error.strerror}); give a text file or JSON lines") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompts: {path}: byte {error.start} is not UTF-8; give the text in UTF-8") from None
+    lines = read_text(path, "--prompts").splitlines()
     if path.suffix == ".jsonl":
         lines = [_prompt_of(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not lines:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.errors import DataError, StorageError
+from baton.data_pipeline.errors import DataError, StorageError, is_transient
 from baton.data_pipeline.packing import check_tokenizer, token_chunks
 from baton.data_pipeline.run_source import open_datasets
 from baton.data_pipeline.storage import Location
@@ -110,3 +110,15 @@ def _tokens(datasets: Sequence[Dataset], tokenizer: Tokenizer, wanted: int) -> i
             if found >= wanted:
                 return found
     return found
+
+
+def read_text(path: Path, option: str) -> str:
+    """The text of a file that `option` names. Raises ConfigError for a file that cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option}: {path}: byte {error.start} is not UTF-8; give the text in UTF-8") from None
+    except OSError as error:
+        if is_transient(error):
+            raise
+        raise ConfigError(f"{option}: {path}: cannot be read ({error.strerror}); give a text file") from None

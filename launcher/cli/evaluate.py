@@ -1,4 +1,4 @@
-"""`baton eval`: evaluates a checkpoint on its run's validation set, on other data, or on tasks of lm-evaluation-harness."""
+"""`baton eval`: evaluates a checkpoint on its run's validation set, other data, lm-eval's tasks, or questions about long texts."""
 
 import argparse
 from pathlib import Path
@@ -8,13 +8,16 @@ from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_i
 
 def add(commands: Subparsers) -> None:
     parser = add_command(
-        commands, "eval", _run, "evaluate a checkpoint in one process: on its validation set, other data, or lm-eval's tasks"
+        commands, "eval", _run, "evaluate a checkpoint in one process: on its validation set, other data, tasks, or long texts"
     )
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run directory; with --data or --tasks also an exported folder")
+    parser.add_argument(
+        "folder", metavar="RUN", type=Path, help="a run directory, or but for its validation set an exported folder"
+    )
     parser.add_argument("--step", type=non_negative_int, help="the checkpoint's (default: the newest checkpoint)")
     on = parser.add_mutually_exclusive_group()
     on.add_argument("--data", metavar="SHARDS", help="a prepared dataset: loss, perplexity and bits per byte")
     on.add_argument("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, by name (pip install 'baton-lm[eval]')")
+    on.add_argument("--long-context", metavar="A,B", help="questions about long texts, by name (docs/evaluation.md), or all")
     parser.add_argument("--length", type=positive_int, help="with --data: tokens of a window (default: those of training)")
     parser.add_argument("--tokens", type=positive_int, help="with --data: labels at most (default: all of the split)")
     parser.add_argument("--split", default="validation", help="with --data: the split (default validation)")
@@ -22,6 +25,12 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--include", type=Path, metavar="FOLDER", help="with --tasks: a folder with task files of your own")
     parser.add_argument("--shots", type=non_negative_int, metavar="N", help="with --tasks: examples in front of each question")
     parser.add_argument("--limit", type=positive_int, metavar="N", help="with --tasks: examples of each task at most")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="with --long-context: UTF-8 text around what is asked for")
+    parser.add_argument("--lengths", metavar="N,M", default="1024,4096,16384", help="with --long-context: tokens of the prompts")
+    parser.add_argument("--depths", type=positive_int, default=5, metavar="N", help="with --long-context: places of a needle")
+    parser.add_argument("--samples", type=positive_int, default=8, metavar="N", help="with --long-context: prompts of each kind")
+    parser.add_argument("--seed", type=int, default=0, help="with --long-context: of what is asked for")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="with --long-context: the heat map (default: beside the row)")
     parser.add_argument("--batch", type=positive_int, default=16, metavar="N", help="rows evaluated together (default 16)")
     parser.add_argument("--out", type=Path, help="the file that gets a row (default RUN/evaluations.jsonl)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -40,6 +49,13 @@ def _run(arguments: argparse.Namespace) -> None:
 
         settings = {"include": arguments.include, "shots": arguments.shots, "limit": arguments.limit, "batch": arguments.batch}
         evaluate_tasks(folder, arguments.tasks.split(","), step=step, device=device, out=out, **settings)
+        return
+    if arguments.long_context is not None:
+        from baton.launcher.evaluate_model import evaluate_long_context
+
+        settings = {"text": arguments.text, "lengths": arguments.lengths.split(","), "plot": arguments.plot}
+        settings |= {name: getattr(arguments, name) for name in ("depths", "samples", "seed", "batch")}
+        evaluate_long_context(folder, arguments.long_context.split(","), step=step, device=device, out=out, **settings)
         return
     from baton.launcher.evaluate import evaluate_checkpoint
 

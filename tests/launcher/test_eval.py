@@ -2,15 +2,17 @@
 
 import json
 import math
+import re
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 import baton
 from baton.launcher.cli import main
-from baton.training.evaluation import generation, windows
+from baton.training.evaluation import generation, long_context_scores, windows
 
 TEXTS = ["def main(args):\n    return 0\n", "import os, sys\n", "class A:\n    x = 1\n\n    def f(self):\n        return self.x\n"]
 
@@ -86,6 +88,57 @@ def test_loss_by_position_is_that_of_tokens_seen_before(here, undisturbed, tmp_p
     assert found.keys() == sums.keys()
     for first, expected in sums.items():
         assert found[first] == (pytest.approx(sum(expected) / len(expected), rel=1e-5), len(expected))
+
+
+def test_questions_about_long_texts(here, undisturbed, tmp_path, capsys, monkeypatch):
+    """Scores are of the texts that are generated: here by a model, and by one that finds what lies in the last third."""
+    (tmp_path / "text.txt").write_text("".join(TEXTS) * 60)
+    words = ["--long-context", "niah_single,qa1", "--text", str(tmp_path / "text.txt"), "--lengths", "700,400", "--depths", "3"]
+    words += ["--samples", "2"]
+    row = evaluated(undisturbed, tmp_path, *words)
+    kinds = [(one["task"], one["length"], one["depth"]) for one in row["long_context"]]
+    needles = [("niah_single", n, depth) for n in (400, 700) for depth in (0.0, 0.5, 1.0)]
+    assert kinds == [*needles, ("qa1", 400, None), ("qa1", 700, None)]
+    assert all(0 <= one["score"] <= 1 and one["samples"] == 2 for one in row["long_context"])
+    assert (tmp_path / "long_context.png").read_bytes().startswith(b"\x89PNG")
+
+    tokenizer = baton.load(undisturbed, device="cpu").tokenizer
+
+    def answer(_, prompts, **words):
+        found = []
+        for ids in prompts:
+            text = tokenizer.decode(np.array(ids[1:]))
+            number = re.search(r"The number of the .+ is (\d+)\.", text)
+            late = number is None or number.start() > len(text) / 3 * 2
+            found.append(tokenizer.encode(f" {number[1]}, I think" if number and late else " nowhere").tolist())
+            assert words["tokens"] > len(found[-1]) / 2
+        return found
+
+    monkeypatch.setattr(long_context_scores, "generate", answer)
+    scores = {(one["task"], one["depth"]): one["score"] for one in evaluated(undisturbed, tmp_path, *words)["long_context"]}
+    assert scores == {("niah_single", 0.0): 0, ("niah_single", 0.5): 0, ("niah_single", 1.0): 1, ("qa1", None): 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["niah"], "--long-context: niah: no such task; there are niah_single, "),
+        (["qa1"], "give a file of it with --text"),
+        (["qa1", "--text", "nowhere.txt"], "--text: nowhere.txt: cannot be read (No such file or directory)"),
+        (["qa1", "--text", "binary.txt"], "--text: binary.txt: byte 1 is not UTF-8"),
+        (["qa1", "--text", "empty.txt"], "--long-context: no text in it; give other --lengths, or another --text"),
+        (["qa1", "--text", "text.txt", "--lengths", "10"], "a length of 9 tokens has no room for what is asked"),
+        (["qa1", "--text", "text.txt", "--lengths", "1k"], "--lengths: '1k' is not a number of tokens"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else None,
+)
+def test_long_texts_that_cannot_be_made_are_one_line(words, said, here, undisturbed, tmp_path, capsys, monkeypatch):
+    for name, content in (("binary.txt", b"a\xff"), ("empty.txt", b"\n"), ("text.txt", b"Some text. And more.")):
+        (here.run.parent / name).write_bytes(content)
+    out = tmp_path / "found.jsonl"
+    assert main(["eval", str(undisturbed), "--device", "cpu", "--out", str(out), "--long-context", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not out.exists() or not out.read_text()
 
 
 # ------------------------------------------------------------------------------------------------------------------------ lm_eval
