@@ -1,8 +1,10 @@
-"""flash-linear-attention's models of a recurrence and a gated MLP in each layer: GLA, GSA and Gated DeltaNet.
+"""flash-linear-attention's models of a recurrence and a gated MLP in each layer: GLA, GSA, RetNet, DeltaNet and Gated DeltaNet; and
+its Transformer, which is read alone: Baton writes one in transformers' formats, which need no FlashAttention.
 
 Read are those settings with which fla's layer computes what Baton's mixer does; others are refused by key and value. A model of
-Baton's has one norm_eps, and fla's code has two constants beside its own: GSA's output norm has 1e-5, the lengths of the delta
-rule's queries and keys have 1e-6, whatever config.json says.
+Baton's has one norm_eps, and fla's code has constants beside its own: GSA's output norm and the norms of the Transformer's queries
+and keys have 1e-5, the lengths of the delta rule's queries and keys have 1e-6, whatever config.json says. HGRN2 is not read: its
+lower bounds are learned, for each channel, and the scale of its outputs is not in front of a norm with Baton's constant.
 """
 
 from abc import abstractmethod
@@ -13,9 +15,12 @@ from baton.models.config import ModelConfig
 from baton.models.interchange.family import Family, only, parameters, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
 from baton.models.settings import MixerConfig
+from baton.models.settings.attention import AttentionConfig
+from baton.models.settings.delta_net import DeltaNetConfig
 from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
 from baton.models.settings.gla import GLAConfig
 from baton.models.settings.gsa import GSAConfig
+from baton.models.settings.retnet import RetNetConfig
 from baton.models.settings.swiglu import SwiGLUConfig
 
 FEATURE_MAPS = {None: "identity", "relu": "relu", "silu": "silu", "swish": "silu"}
@@ -27,6 +32,7 @@ class _Fla(Family):
     needed: ClassVar[dict[str, tuple[Any, Any]]]
     """By key of config.json: the value that Baton's mixer has, and fla's where there is none."""
     default_norm_eps = 1e-6
+    default_hidden_ratio = 4
     embedding = "model.embeddings.weight"
     final_norm = "model.norm.weight"
 
@@ -40,7 +46,7 @@ class _Fla(Family):
         width, hidden = required(config, "hidden_size"), config.get("intermediate_size")
         if hidden is None:
             # fla rounds 2/3 of the ratio up to a multiple of 256
-            ratio = config.get("hidden_ratio", 4)
+            ratio = config.get("hidden_ratio", self.default_hidden_ratio)
             hidden = -(-int(width * (4 if ratio is None else ratio) * 2 / 3) // 256) * 256
         kind = self.kinds[0]
         return {
@@ -127,26 +133,21 @@ class FlaGLA(_Fla):
     }
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        heads, mapped = config.get("num_heads", 4), config.get("feature_map")
-        if config.get("num_kv_heads") is not None:
-            only(config, "num_kv_heads", heads, heads)
-        if mapped not in FEATURE_MAPS:
-            raise InterchangeError(f"config.json: feature_map={mapped!r}: Baton's gla reads {', '.join(map(str, FEATURE_MAPS))}")
+        heads = _ungrouped_heads(config, 4)
         # fla's model leaves the rank and the normaliser at its layer's defaults, whatever config.json says
         return {
             "heads": heads,
             "d_key": _per_head(config, "expand_k", 0.5, width, heads),
             "d_value": _per_head(config, "expand_v", 1.0, width, heads),
-            "feature_map": FEATURE_MAPS[mapped],
+            "feature_map": _feature_map(config),
             "gate_low_rank_dim": 16,
             "gate_logit_normalizer": 16.0,
         }
 
     def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
         assert isinstance(mixer, GLAConfig)
-        heads, d_key, d_value = mixer.head_sizes(width)
         mapped = None if mixer.feature_map == "identity" else mixer.feature_map
-        return {"num_heads": heads, "expand_k": heads * d_key / width, "expand_v": heads * d_value / width, "feature_map": mapped}
+        return {**_expansions(*mixer.head_sizes(width), width), "feature_map": mapped}
 
     def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
         assert isinstance(mixer, GLAConfig)
@@ -195,26 +196,96 @@ class FlaGSA(_Fla):
         return whole and fixed and model.norm_eps == 1e-5
 
 
-class FlaGatedDeltaNet(_Fla):
+class FlaRetNet(_Fla):
+    library = "flash-linear-attention, RetNetForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("RetNetForCausalLM",)
+    model_type = "retnet"
+    kinds = ("retnet", "swiglu")
+    default_hidden_ratio = 2
+    needed: ClassVar[dict[str, tuple[Any, Any]]] = {
+        "use_short_conv": (False, False),
+        "use_output_gate": (True, True),
+        "elementwise_affine": (True, True),
+        "fuse_norm": (True, True),
+    }
+    names: ClassVar[dict[str, str]] = {**_QKV, "in_proj.gate.weight": "g_proj.weight", "norm.weight": "g_norm_swish_gate.weight"}
+
+    def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
+        heads = _ungrouped_heads(config, 8)
+        return {
+            "heads": heads,
+            "d_key": _per_head(config, "expand_k", 1.0, width, heads),
+            "d_value": _per_head(config, "expand_v", 2.0, width, heads),
+            "feature_map": _feature_map(config),
+        }
+
+    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
+        assert isinstance(mixer, RetNetConfig)
+        mapped = None if mixer.feature_map == "identity" else mixer.feature_map
+        return {**_expansions(*mixer.head_sizes(width), width), "feature_map": mapped}
+
+    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+        assert isinstance(mixer, RetNetConfig)
+        return (mixer.decay_exponent, mixer.rope_theta) == (5, 1e4) and mixer.feature_map in FEATURE_MAPS.values()
+
+
+class _FlaDeltaRule(_Fla):
+    """Convolutions of queries, keys and values, whose lengths are 1, and the writing strength beta."""
+
+    needed: ClassVar[dict[str, tuple[Any, Any]]] = {"use_short_conv": (True, True), "norm_eps": (1e-6, 1e-6)}
+    names: ClassVar[dict[str, str]] = {
+        **_QKV,
+        **{f"conv_weights.{part}": f"{part}_conv1d.weight" for part in "qkv"},
+        "in_proj.beta.weight": "b_proj.weight",
+        "norm.weight": "o_norm.weight",
+    }
+
+    def _strength(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"d_conv": config.get("conv_size", 4), "beta_max": 2.0 if config.get("allow_neg_eigval") else 1.0}
+
+
+class FlaDeltaNet(_FlaDeltaRule):
+    library = "flash-linear-attention, DeltaNetForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("DeltaNetForCausalLM",)
+    model_type = "delta_net"
+    kinds = ("delta_net", "swiglu")
+    needed: ClassVar[dict[str, tuple[Any, Any]]] = {
+        **_FlaDeltaRule.needed,
+        "use_gate": (False, False),
+        "use_beta": (True, True),
+        "use_output_norm": (True, True),
+        "qk_norm": ("l2", "l2"),
+        "qk_activation": ("silu", "silu"),
+    }
+
+    def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
+        heads = config.get("num_heads", 16)
+        widths = {name: _per_head(config, key, 1.0, width, heads) for name, key in (("d_key", "expand_k"), ("d_value", "expand_v"))}
+        return {"heads": heads, **widths, **self._strength(config)}
+
+    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
+        assert isinstance(mixer, DeltaNetConfig)
+        expanded = _expansions(mixer.head_count(width), mixer.d_key, mixer.d_value, width)
+        return {**expanded, "conv_size": mixer.d_conv, "allow_neg_eigval": mixer.beta_max == 2}
+
+    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+        assert isinstance(mixer, DeltaNetConfig)
+        return mixer.beta_max in (1, 2) and model.norm_eps == 1e-6
+
+
+class FlaGatedDeltaNet(_FlaDeltaRule):
     library = "flash-linear-attention, GatedDeltaNetForCausalLM"
     architectures: ClassVar[tuple[str, ...]] = ("GatedDeltaNetForCausalLM",)
     model_type = "gated_deltanet"
     kinds = ("gated_delta_net", "swiglu")
     float32_only = ("A_log", "dt_bias")
-    needed: ClassVar[dict[str, tuple[Any, Any]]] = {
-        "use_short_conv": (True, True),
-        "use_gate": (True, True),
-        "norm_eps": (1e-6, 1e-6),
-    }
+    needed: ClassVar[dict[str, tuple[Any, Any]]] = {**_FlaDeltaRule.needed, "use_gate": (True, True)}
     names: ClassVar[dict[str, str]] = {
-        **_QKV,
-        **{f"conv_weights.{part}": f"{part}_conv1d.weight" for part in "qkv"},
-        "in_proj.beta.weight": "b_proj.weight",
+        **_FlaDeltaRule.names,
         "in_proj.dt.weight": "a_proj.weight",
         "in_proj.gate.weight": "g_proj.weight",
         "A_log": "A_log",
         "dt_bias": "dt_bias",
-        "norm.weight": "o_norm.weight",
     }
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
@@ -227,8 +298,7 @@ class FlaGatedDeltaNet(_Fla):
             "heads": heads,
             "d_key": d_key,
             "d_value": _per_head(config, "expand_v", 2.0, d_key, 1),
-            "d_conv": config.get("conv_size", 4),
-            "beta_max": 2.0 if config.get("allow_neg_eigval") else 1.0,
+            **self._strength(config),
         }
 
     def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
@@ -246,6 +316,63 @@ class FlaGatedDeltaNet(_Fla):
         # fla cuts d_key * expand_v off to a whole number
         whole = int(mixer.d_key * (mixer.d_value / mixer.d_key)) == mixer.d_value
         return whole and mixer.beta_max in (1, 2) and model.norm_eps == 1e-6
+
+
+class FlaTransformer(_Fla):
+    library = "flash-linear-attention, TransformerForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("TransformerForCausalLM",)
+    model_type = "transformer"
+    kinds = ("attention", "swiglu")
+    needed: ClassVar[dict[str, tuple[Any, Any]]] = {"elementwise_affine": (True, True)}
+    names: ClassVar[dict[str, str]] = {
+        **_QKV,
+        **{f"qkv_bias.{part}": f"{part}_proj.bias" for part in "qkv"},
+        **{f"{part}_norm.weight": f"{part}_norm.weight" for part in "qk"},
+    }
+
+    def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
+        heads = config.get("num_heads", 32)
+        if width % heads:
+            raise InterchangeError(f"config.json: num_heads={heads} does not divide hidden_size={width}")
+        if config.get("qk_norm"):
+            only(config, "norm_eps", 1e-5, 1e-6)
+        return {
+            "heads": heads,
+            "kv_heads": config.get("num_kv_heads") or heads,
+            "head_dim": width // heads,
+            "window": config.get("window_size"),
+            "rope_theta": float(config.get("rope_theta") or 1e4),
+            "qkv_bias": config.get("qkv_bias", False),
+            "qk_norm": config.get("qk_norm", False),
+        }
+
+    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
+        assert isinstance(mixer, AttentionConfig)
+        heads, kv_heads = mixer.head_counts(width)
+        names = {"num_heads": heads, "num_kv_heads": kv_heads, "window_size": mixer.window, "rope_theta": mixer.rope_theta}
+        return {**names, "qkv_bias": mixer.qkv_bias, "qk_norm": mixer.qk_norm}
+
+    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+        return False
+
+
+def _ungrouped_heads(config: Mapping[str, Any], default: int) -> int:
+    """Raises InterchangeError where heads share keys and values."""
+    heads = int(config.get("num_heads", default))
+    if config.get("num_kv_heads") is not None:
+        only(config, "num_kv_heads", heads, heads)
+    return heads
+
+
+def _feature_map(config: Mapping[str, Any]) -> str:
+    mapped = config.get("feature_map")
+    if mapped not in FEATURE_MAPS:
+        raise InterchangeError(f"config.json: feature_map={mapped!r}: Baton reads {', '.join(map(str, FEATURE_MAPS))}")
+    return FEATURE_MAPS[mapped]
+
+
+def _expansions(heads: int, d_key: int, d_value: int, width: int) -> dict[str, Any]:
+    return {"num_heads": heads, "expand_k": heads * d_key / width, "expand_v": heads * d_value / width}
 
 
 def _per_head(config: Mapping[str, Any], key: str, default: float, width: int, heads: int) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from baton.models.config import ModelConfig
 from baton.models.interchange.family import Family
-from baton.models.interchange.fla import FlaGatedDeltaNet, FlaGLA, FlaGSA
+from baton.models.interchange.fla import FlaDeltaNet, FlaGatedDeltaNet, FlaGLA, FlaGSA, FlaRetNet, FlaTransformer
 from baton.models.interchange.llama import Llama, Mistral, Qwen2, Qwen3
 from baton.models.interchange.mamba import Mamba, Mamba2
 from baton.models.interchange.mamba_ssm import ReleasedMamba, ReleasedMamba2
@@ -23,7 +23,10 @@ FAMILIES: tuple[Family, ...] = (
     ReleasedMamba2(),
     FlaGLA(),
     FlaGSA(),
+    FlaRetNet(),
+    FlaDeltaNet(),
     FlaGatedDeltaNet(),
+    FlaTransformer(),
     BatonFamily(),
 )
 """In the order in which they are asked: a model is written in the first one's format that has it."""

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
+from support.compare import relative_error
 from support.interchange import assert_same, import_fla, ours_of
 
 from baton.launcher.cli import main
 from baton.launcher.interchange import import_model
 from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import to_theirs
-from baton.models.interchange.registry import family_of_model
+from baton.models.interchange.registry import family_of_config, family_of_model
 
 fla = import_fla()
 pytestmark = pytest.mark.skipif(fla is None, reason="flash-linear-attention is not installed")
@@ -24,10 +25,27 @@ CASES = {
     "gla": ("GLA", {"num_heads": 2}),
     "gla, tied, with a feature map": ("GLA", {"num_heads": 4, "expand_v": 2.0, "feature_map": "relu", "tie_word_embeddings": True}),
     "gsa": ("GSA", {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5, "norm_eps": 1e-5}),
+    "retnet": ("RetNet", {"num_heads": 2, "expand_v": 1.0}),
+    "retnet, with a feature map": (
+        "RetNet",
+        {"num_heads": 4, "expand_k": 0.5, "feature_map": "swish", "tie_word_embeddings": True},
+    ),
+    "delta_net": ("DeltaNet", {"num_heads": 3}),
+    "delta_net, tied, negative eigenvalues": (
+        "DeltaNet",
+        {"num_heads": 2, "expand_k": 0.5, "conv_size": 3, "allow_neg_eigval": True, "tie_word_embeddings": True},
+    ),
     "gated_deltanet": ("GatedDeltaNet", {"num_heads": 3, "head_dim": 16}),
     "gated_deltanet, tied, negative eigenvalues": (
         "GatedDeltaNet",
         {"num_heads": 2, "head_dim": 16, "expand_v": 1.5, "conv_size": 3, "allow_neg_eigval": True, "tie_word_embeddings": True},
+    ),
+}
+READ_ALONE = {
+    "transformer": ("Transformer", {"num_heads": 4, "num_kv_heads": 2}),
+    "transformer, all options": (
+        "Transformer",
+        {"num_heads": 4, "qkv_bias": True, "qk_norm": True, "norm_eps": 1e-5, "window_size": 6, "rope_theta": 500.0},
     ),
 }
 
@@ -35,12 +53,14 @@ CASES = {
 @pytest.fixture
 def plain(monkeypatch):
     """fla's layers in plain PyTorch."""
-    from fla.layers import gated_deltanet, gla, gsa
-    from fla.modules import FusedRMSNormGated, GatedMLP, RMSNorm
+    from fla.layers import attn, delta_net, gated_deltanet, gla, gsa, multiscale_retention
+    from fla.modules import FusedRMSNormGated, GatedMLP, RMSNorm, RotaryEmbedding, ShortConvolution
     from fla.modules.feature_map import SwishFeatureMap
+    from fla.ops.delta_rule.naive import delta_rule_recurrence
     from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
     from fla.ops.gla.naive import naive_recurrent_gla
     from fla.ops.gsa.naive import naive_recurrent_gsa
+    from fla.ops.retention.naive import naive_retention
 
     def norm(self, x, residual=None, prenorm=False, **_):
         x = x if residual is None else x + residual
@@ -52,6 +72,31 @@ def plain(monkeypatch):
         taps = weight.shape[1]
         padded = F.pad(x.transpose(1, 2), (taps - 1, 0))
         return F.silu(F.conv1d(padded, weight[:, None], groups=len(weight))).transpose(1, 2), None
+
+    def turned(self, q, k, **_):
+        angles = torch.arange(q.shape[1])[:, None] * self.base ** (-torch.arange(0, q.shape[3], 2) / q.shape[3])
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+
+        def turn(x):
+            a, b = x.chunk(2, dim=-1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+        return turn(q), turn(k)
+
+    def heads_first(recurrence):
+        return lambda q, k, v, **words: (recurrence(*(x.transpose(1, 2) for x in (q, k, v)), **words).transpose(1, 2), None)
+
+    def ungated_delta_rule(q, k, v, beta, use_qk_l2norm_in_kernel, **_):
+        assert use_qk_l2norm_in_kernel
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        return delta_rule_recurrence(*(x.transpose(1, 2) for x in (q, k, v, beta)))[0].transpose(1, 2), None
+
+    def attention(q, k, v, causal, window_size):
+        """Of FlashAttention: window_size counts tokens before a query's own."""
+        behind = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        seen = (behind >= 0) & (behind <= (window_size[0] if window_size[0] >= 0 else q.shape[1]))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
 
     def delta_rule(q, k, v, g, beta, A_log, dt_bias, allow_neg_eigval, **_):
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -65,6 +110,14 @@ def plain(monkeypatch):
     monkeypatch.setattr(FusedRMSNormGated, "forward", lambda self, x, g: norm(self, x) * F.silu(g))
     monkeypatch.setattr(GatedMLP, "forward", lambda self, x, **_: self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
     monkeypatch.setattr(SwishFeatureMap, "forward", lambda self, x: F.silu(x))
+    monkeypatch.setattr(RotaryEmbedding, "forward", turned)
+    monkeypatch.setattr(
+        ShortConvolution, "forward", lambda self, x, **_: conv(x, self.weight[:, 0], self.bias, self.activation, None)
+    )
+    monkeypatch.setattr(attn, "flash_attn_func", attention)
+    monkeypatch.setattr(delta_net, "fused_recurrent_delta_rule", ungated_delta_rule)
+    monkeypatch.setattr(multiscale_retention, "ACT2FN", {"swish": F.silu, "silu": F.silu})
+    monkeypatch.setattr(multiscale_retention, "chunk_retention", lambda q, k, v, **_: heads_first(naive_retention)(q, k, v))
     monkeypatch.setattr(gla, "ACT2FN", {"relu": F.relu, "swish": F.silu})
     monkeypatch.setattr(gla, "fused_recurrent_gla", lambda q, k, v, gk, **_: naive_recurrent_gla(q, k, v, gk))
     monkeypatch.setattr(gsa, "fused_recurrent_gsa", lambda q, k, v, s, g, scale, **_: naive_recurrent_gsa(q, k, v, s, g, scale))
@@ -107,12 +160,30 @@ def test_a_model_of_fla_is_theirs_and_is_written_as_it_was_read(case, plain, tmp
     assert import_model(tmp_path / "theirs", tmp_path / "twice")[0] == model
 
 
+@pytest.mark.parametrize("case", READ_ALONE)
+def test_a_transformer_of_fla_is_theirs_and_leaves_in_another_format(case, plain, tmp_path):
+    name, changes = READ_ALONE[case]
+    theirs = fla_model(name, **changes)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "ours")]) == 0
+    model = ModelConfig.model_validate(yaml.safe_load((tmp_path / "ours.yaml").read_text()))
+    ours = ours_of(model, tmp_path / "ours.safetensors")
+    tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
+    found, _ = ours(tokens, torch.arange(19, dtype=torch.int32).expand(2, -1))
+    assert relative_error(ours.logits(found)[..., :61], theirs(tokens, use_cache=False).logits) <= 1e-5
+    assert not family_of_model(model).library.startswith("flash")
+    assert family_of_config(json.loads((tmp_path / "theirs" / "config.json").read_text())).model_type == "transformer"
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "needle"),
     [
         ("GLA", {"num_heads": 2, "use_short_conv": True}, "use_short_conv=True"),
         ("GLA", {"num_heads": 4, "num_kv_heads": 2}, "num_kv_heads=2"),
         ("GSA", {"num_heads": 4}, "norm_eps=1e-06"),
+        ("RetNet", {"num_heads": 4, "num_kv_heads": 2}, "num_kv_heads=2"),
+        ("DeltaNet", {"num_heads": 4, "use_gate": True}, "use_gate=True"),
+        ("DeltaNet", {"num_heads": 4, "qk_norm": "sum"}, "qk_norm='sum'"),
         ("GatedDeltaNet", {"num_heads": 2, "head_dim": 16, "num_v_heads": 4}, "num_v_heads=4"),
     ],
 )
