@@ -23,8 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.data_pipeline.config import ShardsConfig
+from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import write_atomically
+from baton.data_pipeline.sentencepiece_tokenizer import SentencePieceTokenizer
 from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from baton.data_pipeline.tokenizer_json import as_tokenizer_json, tokenizer_config
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.launcher.run_directory import read_config
@@ -79,15 +82,28 @@ def read_model(folder: Path) -> ReadModel:
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer in a model's folder, whose eos_token_id ends documents; None where there is none. Raises DataError."""
-    path = next((folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()), None)
-    if path is None:
+    # a tokenizer.json beside a SentencePiece model was converted from it; but other kinds of files have that name too
+    found = [path for name in ("tokenizer.model", "tokenizer.json") if (path := folder / name).is_file()]
+    end = _json(folder / "config.json").get("eos_token_id")
+    for path in found:
+        try:
+            return load_tokenizer(path, _token(path, end) if isinstance(end, int) else None)
+        except DataError:
+            if path == found[-1]:
+                raise
+    return None
+
+
+def _token(path: Path, number: int) -> str | None:
+    """The name of a token in a tokenizer's file; None where the file cannot be read."""
+    try:
+        if path.suffix == ".json":
+            found: str | None = tokenizers.Tokenizer.from_file(str(path)).id_to_token(number)
+        else:
+            found = sentencepiece.SentencePieceProcessor(model_file=str(path)).id_to_piece(number)
+    except Exception:  # what `tokenizers` raises has no other class
         return None
-    end, name = _json(folder / "config.json").get("eos_token_id"), None
-    if isinstance(end, int) and path.suffix == ".json":
-        name = tokenizers.Tokenizer.from_file(str(path)).id_to_token(end)
-    elif isinstance(end, int):
-        name = sentencepiece.SentencePieceProcessor(model_file=str(path)).id_to_piece(end)
-    return load_tokenizer(path, name)
+    return found
 
 
 def import_model(folder: Path, out: Path, *, to: str | None = None, keep_attention: int = 0) -> tuple[ModelConfig, str]:
@@ -147,12 +163,11 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
     values |= {"torch_dtype": str(dtype or torch.float32).removeprefix("torch."), "use_cache": True}
     if "attention" in family.kinds:
         values["max_position_embeddings"] = config.training.sequence_length
-    tokenizer = Path(config.data.tokenizer) if isinstance(config.data, ShardsConfig) else None
-    generation = dict[str, int | None]()
+    tokenizer, generation = None, dict[str, int | None]()
     if isinstance(config.data, ShardsConfig):
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
         # a document begins behind the end of the one before. No token pads: transformers would not train its embedding
-        end = load_tokenizer(config.data.tokenizer, config.data.eod_token).eod_id
-        generation = {"bos_token_id": end, "eos_token_id": end}
+        generation = {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
         values |= {**generation, "pad_token_id": None}
     aside = out.with_name(f".{out.name}.new")
     shutil.rmtree(aside, ignore_errors=True)
@@ -161,8 +176,7 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
         _save(theirs, aside)
         (aside / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         (aside / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-        if tokenizer is not None and tokenizer.is_file():
-            shutil.copyfile(tokenizer, aside / ("tokenizer.json" if tokenizer.suffix == ".json" else "tokenizer.model"))
+        _write_tokenizer(tokenizer, aside)
         for name, text in family.code().items():
             (aside / name).write_text(text, encoding="utf-8")
         (aside / "README.md").write_text(_card(run, checkpoint, model, family.library), encoding="utf-8")
@@ -245,6 +259,22 @@ def _save(tensors: dict[str, Tensor], folder: Path, limit: int = SHARD_BYTES) ->
     total = sum(x.nbytes for x in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / INDEXES[0]).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
+    """Its own file, and as tokenizer.json, which transformers reads, where that gives the same ids."""
+    if tokenizer is None:
+        return
+    content = Path(tokenizer.path).read_bytes()
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        (folder / "tokenizer.model").write_bytes(content)
+        converted = as_tokenizer_json(tokenizer, content)
+    else:
+        converted = content.decode()
+    if converted is not None:
+        (folder / "tokenizer.json").write_text(converted, encoding="utf-8")
+        named = tokenizer_config(converted, tokenizer.eod_id)
+        (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
 
 
 def _card(run: Path, checkpoint: Path, model: ModelConfig, library: str) -> str:

@@ -52,3 +52,5 @@ def _export(arguments: argparse.Namespace) -> None:
     dtype = None if arguments.dtype == "float32" else getattr(torch, arguments.dtype)
     checkpoint, library = export_model(arguments.place, arguments.out, step=arguments.step, dtype=dtype)
     print(f"{arguments.out}: weights of {checkpoint}, in the format of {library}")
+    if (arguments.out / "tokenizer.model").exists() and not (arguments.out / "tokenizer.json").exists():
+        print("note: a tokenizer.json would give other ids than tokenizer.model on some texts, so it was not written")

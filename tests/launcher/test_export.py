@@ -20,10 +20,16 @@ def test_an_exported_run_is_the_runs_model_and_a_new_run_begins_with_it(inputs, 
     assert main(["export", str(undisturbed), "--out", str(tmp_path / "out")]) == 0
     assert "in the format of transformers, MambaForCausalLM" in capsys.readouterr().out
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.model", "README.md"}
+    of_tokenizer = {"tokenizer.model", "tokenizer.json", "tokenizer_config.json"}
+    assert files == {"config.json", "generation_config.json", "model.safetensors", "README.md"} | of_tokenizer
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == inputs.tokenizer.read_bytes()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     end = load_tokenizer(inputs.tokenizer).eod_id
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (read.bos_token_id, read.eos_token_id) == (end, end)
+    text = "def main(args):\n    return 0  # \u8a9e \U0001f680\n\n\nclass A:\n\tx = 1\n"
+    assert read(text, add_special_tokens=False)["input_ids"] == load_tokenizer(inputs.tokenizer).encode(text).tolist()
+    assert read.decode(read(text)["input_ids"]) == text
     assert (theirs.config.bos_token_id, theirs.config.eos_token_id, theirs.config.pad_token_id) == (end, end, None)
     assert theirs.generation_config.eos_token_id == end
 

@@ -90,7 +90,7 @@ def llama_3(path: Path) -> None:
 def mistral(path: Path) -> None:
     """As Llama 2's and Mistral's: SentencePiece BPE with a space in front, byte fallback, no normalisation, <s> and </s>; and
     symbols, one of them of newlines."""
-    _sentencepiece(
+    sentencepiece_model(
         path,
         model_type="bpe",
         vocab_size=VOCABULARY + 260,
@@ -106,10 +106,10 @@ def mistral(path: Path) -> None:
 
 def unigram(path: Path) -> None:
     """SentencePiece as it is without settings: Unigram, NFKC, spaces made one, no byte fallback; and two symbols."""
-    _sentencepiece(path, vocab_size=120, character_coverage=0.98, user_defined_symbols=["def f", "\n"])
+    sentencepiece_model(path, vocab_size=120, character_coverage=0.98, user_defined_symbols=["def f", "\n"])
 
 
-def _sentencepiece(path: Path, **settings: object) -> None:
+def sentencepiece_model(path: Path, **settings: object) -> None:
     model = io.BytesIO()
     sentences = (line for text in _texts() for line in text.replace("\0", "").split("\n"))
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences, model_writer=model, minloglevel=2, **settings)
