@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from baton.data_pipeline.config import ShardsConfig
@@ -11,6 +12,7 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import read_text
 from baton.launcher.load import load_model
 from baton.launcher.run_directory import read_config
+from baton.training.evaluation.generation import Sampling
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def generate_text(
     step: int | None = None,
     device: str = "auto",
 ) -> Iterator[Sample]:
-    """Texts that continue each prompt, `samples` of each one after the other; `batch` of them are decoded together.
+    """Texts that continue each prompt, `samples` of each one after the other; `batch` of them are decoded together, and come before
+    the next ones are begun.
 
     Raises CheckpointError if the run has no valid checkpoint, and ConfigError if it was not trained on text.
     """
@@ -49,16 +52,14 @@ def generate_text(
             )
     loaded = load_model(folder, step=step, device=device, say=lambda text: print(text, file=sys.stderr))
     wanted = [(prompt, number) for prompt in prompts for number in range(samples)]
-    texts = loaded.generate(
+    batches = loaded.generate_batches(
         [prompt for prompt, _ in wanted],
         max_new_tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        sampling=Sampling(temperature, top_k, top_p),
         seed=seed,
         batch_size=batch,
     )
-    for (prompt, number), text in zip(wanted, texts, strict=True):
+    for (prompt, number), text in zip(wanted, chain.from_iterable(batches), strict=True):
         yield Sample(prompt, number, text)
 
 

@@ -46,6 +46,7 @@ def _run(arguments: argparse.Namespace) -> None:
     )
     for sample in found:
         if arguments.prompts is None and arguments.samples == 1:
-            print(sample.prompt + sample.text)
+            print(sample.prompt + sample.text, flush=True)
         else:
-            print(json.dumps({"prompt": sample.prompt, "sample": sample.number, "text": sample.text}, ensure_ascii=False))
+            row = {"prompt": sample.prompt, "sample": sample.number, "text": sample.text}
+            print(json.dumps(row, ensure_ascii=False), flush=True)

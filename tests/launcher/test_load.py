@@ -12,9 +12,11 @@ from support.snippets import blocks, needs_a_run
 import baton
 from baton.launcher.cli import main
 from baton.launcher.errors import ConfigError
+from baton.launcher.generate import generate_text
 from baton.models.config import ModelConfig
 from baton.models.library import language_model
 from baton.training.errors import CheckpointError, RunError
+from baton.training.evaluation import loaded_model
 from baton.training.evaluation.generation import PREFILL_TOKENS, Sampling, choose, generate
 
 PROMPTS = ["", "def main(", "import os\nimport sys\n\n\nclass A:\n    x = 1\n", "x", "return self"]
@@ -151,6 +153,11 @@ def test_prompts_from_a_file(undisturbed, inputs, tmp_path, monkeypatch, capsys)
     assert main(["generate", str(undisturbed), "--prompts", str(tmp_path / "prompts.jsonl"), *words]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["prompt"], row["sample"]) for row in rows] == [("x", 0), ("x", 1), ("def main(", 0), ("def main(", 1)]
+    calls = []
+    monkeypatch.setattr(loaded_model, "generate", lambda *a, **k: (calls.append(k["seeds"]), generate(*a, **k))[1])
+    settings = {"tokens": 3, "temperature": 0, "seed": 0, "batch": 2, "device": "cpu"}
+    written = generate_text(undisturbed, ["x", "y", "z"], **settings)
+    assert [(next(written).prompt, len(calls)) for _ in range(3)] == [("x", 1), ("y", 1), ("z", 2)]
     (tmp_path / "prompts.txt").write_text("x\n")
     assert main(["generate", str(undisturbed), "--prompts", str(tmp_path / "prompts.txt"), *words[:2], *words[6:]]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == rows[0]["text"], "its first sample is that of the batch"

@@ -4,7 +4,7 @@ Shapes: B sequences, T tokens.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,11 +124,18 @@ class LoadedModel:
 
         Raises RunError without a tokenizer.
         """
-        tokenizer = self._require_tokenizer()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        before = [[tokenizer.eod_id, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
-        found: list[str] = []
+        sampling = Sampling(temperature, top_k, top_p)
         size = batch_size or max(1, len(prompts))
+        batches = self.generate_batches(prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, batch_size=size)
+        return [text for texts in batches for text in texts]
+
+    def generate_batches(
+        self, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int, batch_size: int
+    ) -> Iterator[list[str]]:
+        """As `generate`, each batch as soon as it is written."""
+        tokenizer, size = self._require_tokenizer(), batch_size
+        before = [[tokenizer.eod_id, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
         for start in range(0, len(prompts), size):
             some = before[start : start + size]
             ids = generate(
@@ -137,12 +144,11 @@ class LoadedModel:
                 tokens=max_new_tokens,
                 vocab_size=self.vocab_size,
                 stop=tokenizer.eod_id,
-                sampling=Sampling(temperature, top_k, top_p),
+                sampling=sampling,
                 seeds=[row_seed(seed, start + n) for n in range(len(some))],
                 recorder=graph_recorder(self.model),
             )
-            found += [tokenizer.continuation(a, b) for a, b in zip(some, ids, strict=True)]
-        return found
+            yield [tokenizer.continuation(a, b) for a, b in zip(some, ids, strict=True)]
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
