@@ -5,13 +5,14 @@ written to evaluations.jsonl, because the run itself may be writing metrics.json
 """
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from baton.data_pipeline.errors import is_transient
+from baton.data_pipeline.errors import error_reason, is_transient
 from baton.data_pipeline.file_io import append_line
 from baton.data_pipeline.run_source import ShardSource, open_source
 from baton.launcher.errors import ConfigError
@@ -35,11 +36,14 @@ NAME = "evaluations.jsonl"
 
 
 class Sheet:
-    """Rows of evaluations.jsonl, which are printed on the console too. It takes the place of training's metrics.jsonl."""
+    """Rows of evaluations.jsonl, which are printed on the console too. It takes the place of training's metrics.jsonl.
 
-    def __init__(self, path: Path) -> None:
+    run: the run directory whose TensorBoard shows them; None: none does.
+    """
+
+    def __init__(self, path: Path, run: Path | None = None) -> None:
         """Raises ConfigError if `path` cannot be written, so that a long evaluation does not lose its result at the end."""
-        self._path = path
+        self._path, self._run = path, run
         try:
             path.open("a").close()
         except OSError as error:
@@ -59,6 +63,18 @@ class Sheet:
         line = json.dumps({"kind": "evaluation", **row, "time": time.time()})
         print(line, flush=True)  # first: should the disk be full by now, the result is not lost
         append_line(self._path, line)
+        if self._run is not None:
+            from baton.training.monitoring.evaluation_tensorboard import show_evaluation
+
+            try:
+                show_evaluation(self._run, row)
+            except OSError as error:
+                print(f"note: {self._run}: TensorBoard does not show this row ({error_reason(error)})", file=sys.stderr)
+
+
+def sheet_of(folder: Path, out: Path | None) -> Sheet:
+    """The file --out, or a folder's own: of a run directory TensorBoard shows the rows too. Raises ConfigError as Sheet does."""
+    return Sheet(out) if out is not None else Sheet(folder / NAME, folder if (folder / "config.yaml").exists() else None)
 
 
 def evaluate_checkpoint(folder: Path, step: int | None = None, device: str = "auto", out: Path | None = None) -> None:
@@ -75,7 +91,7 @@ def evaluate_checkpoint(folder: Path, step: int | None = None, device: str = "au
     if not path.is_dir():
         kept = config.training.checkpoint.keep_last
         raise ConfigError(f"{path}: no such checkpoint; the run keeps training.checkpoint.keep_last={kept}")
-    sheet = cast(MetricsLogger, Sheet(folder / NAME if out is None else out))
+    sheet = cast(MetricsLogger, sheet_of(folder, out))
     make_deterministic(config.training)
     source = open_source(config.data)
     tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None

@@ -8,7 +8,7 @@ from typing import Any
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import evaluation_batches
 from baton.launcher.errors import ConfigError
-from baton.launcher.evaluate import NAME, Sheet
+from baton.launcher.evaluate import NAME, sheet_of
 from baton.launcher.inputs import read_text
 from baton.launcher.load import device_of, find_checkpoint, load_checkpoint, load_model
 from baton.launcher.run_directory import read_config
@@ -42,7 +42,7 @@ def evaluate_data(
         raise ConfigError(f"{place}: an exported folder does not say the length of training; give --length")
     length = length or read_config(folder / "config.yaml").training.sequence_length
     dataset = Dataset.open(data)
-    sheet = Sheet(out or folder / NAME)
+    sheet = sheet_of(folder, out)
     loaded = _loaded(place, checkpoint, step, device)
     assert loaded.tokenizer is not None
     chosen = evaluation_batches(
@@ -92,7 +92,7 @@ def evaluate_tasks(
     if unknown := [task for task in tasks if task not in managers[0].all_tasks]:
         raise ConfigError(f"--tasks: {unknown[0]}: no such task; see `lm-eval ls tasks`, or give your own folder with --include")
     checkpoint, row, folder = _found(place, step)
-    sheet = Sheet(out or folder / NAME)
+    sheet = sheet_of(folder, out)
     loaded = _loaded(place, checkpoint, step, device)
     found = simple_evaluate(
         HarnessModel(loaded, batch),
@@ -139,7 +139,7 @@ def evaluate_long_context(
         raise ConfigError("--long-context: what is asked for is put into running text; give a file of it with --text")
     running = read_text(text, "--text")
     checkpoint, row, folder = _found(place, step)
-    sheet = Sheet(out or folder / NAME)
+    sheet = sheet_of(folder, out)
     loaded = _loaded(place, checkpoint, step, device)
     try:
         rows = score_tasks(

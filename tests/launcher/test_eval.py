@@ -3,16 +3,19 @@
 import json
 import math
 import re
+import shutil
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import baton
 from baton.launcher.cli import main
 from baton.training.evaluation import generation, long_context_scores, windows
+from baton.training.monitoring import evaluation_tensorboard
 
 TEXTS = ["def main(args):\n    return 0\n", "import os, sys\n", "class A:\n    x = 1\n\n    def f(self):\n        return self.x\n"]
 
@@ -88,6 +91,39 @@ def test_loss_by_position_is_that_of_tokens_seen_before(here, undisturbed, tmp_p
     assert found.keys() == sums.keys()
     for first, expected in sums.items():
         assert found[first] == (pytest.approx(sum(expected) / len(expected), rel=1e-5), len(expected))
+
+
+def test_tensorboard_shows_the_results_of_a_run(here, undisturbed, tmp_path, capsys):
+    """By the step of the checkpoint; a place that cannot be written is said, and the row is there."""
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    (tmp_path / "text.txt").write_text("".join(TEXTS) * 20)
+    assert main(["eval", str(run), "--device", "cpu", "--data", str(here.shards), "--tokens", "200", "--by-position"]) == 0
+    words = ["--text", str(tmp_path / "text.txt"), "--lengths", "300", "--depths", "2", "--samples", "1"]
+    assert main(["eval", str(run), "--device", "cpu", "--long-context", "niah_single", *words]) == 0
+    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    one, two, three = rows_of(run / "evaluations.jsonl")
+    events = EventAccumulator(str(run / "tensorboard" / "evaluations")).Reload()
+    shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    name = f"{here.shards.name}.validation"
+    for key in ("loss", "perplexity", "bits_per_byte"):
+        assert shown[f"{name}/{key}"] == [(one["step"], pytest.approx(one[key], rel=1e-6))]
+    assert shown[f"{name} by position/from_0000004"] == [(one["step"], pytest.approx(one["by_position"][2]["loss"], rel=1e-6))]
+    mean = sum(score["score"] for score in two["long_context"]) / 2
+    assert shown["niah_single/300_tokens"] == [(two["step"], pytest.approx(mean))]
+    assert shown["validation/loss"] == [(three["step"], pytest.approx(three["loss"], rel=1e-6))]
+
+    shutil.rmtree(run / "tensorboard")
+    (run / "tensorboard").write_text("")
+    capsys.readouterr()
+    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    assert "TensorBoard does not show this row (" in capsys.readouterr().err
+    assert len(rows_of(run / "evaluations.jsonl")) == 4
+
+
+def test_the_metrics_of_tasks_have_the_tasks_names():
+    row = {"step": 5, "tasks": {"some_task": {"acc,none": 0.5, "acc_stderr,none": 0.1}}, "shots": None}
+    assert dict(evaluation_tensorboard.scalars(row)) == {"some_task/acc": 0.5, "some_task/acc_stderr": 0.1}
 
 
 def test_questions_about_long_texts(here, undisturbed, tmp_path, capsys, monkeypatch):
