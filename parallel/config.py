@@ -32,7 +32,8 @@ class LayoutConfig(BaseModel):
         "ring",
         description="how context-parallel ranks exchange the States of linear recurrences. ring: each rank sends its final State "
         "to the next rank. early: each rank first computes its span's state transition, which takes more work in every layer and "
-        "shortens the wait for earlier ranks. all_gather: as early, with an all-gather, which waits for the slowest rank",
+        "shortens the wait for earlier ranks. all_gather: as early, with an all-gather, which waits for the slowest rank; as ring "
+        "where a gradient goes through several segments (training.bptt)",
     )
     timeout_s: float = Field(
         600.0,
@@ -45,6 +46,16 @@ class LayoutConfig(BaseModel):
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
+
+    def gathers_states(self, gradient_segments: int) -> bool:
+        """Whether context ranks gather the transitions of linear recurrences. Not where a gradient goes through several segments:
+        the first rank's next segment begins with the last rank's final State, so a collective would hold all ranks in one layer of
+        one segment, where the ring lets the first rank go on."""
+        return self.context > 1 and self.context_comm == "all_gather" and gradient_segments == 1
+
+    def uses_transitions(self, gradient_segments: int) -> bool:
+        """Whether context ranks compute the transition of their span in each linear recurrence, which they apply or gather."""
+        return (self.context > 1 and self.context_comm == "early") or self.gathers_states(gradient_segments)
 
     def sizes(self) -> dict[str, int]:
         """The numbers of ranks and the ZeRO stage, by setting."""

@@ -157,7 +157,7 @@ def _run_between_messages(
     if isinstance(recurrence, StateFirstRecurrence):
         initial_state = _recv_state(channel, caller_state, lambda: recurrence.initial(inputs))
         assert initial_state is not None
-        inputs, initial_state, final_state = _send_state_early(
+        inputs, initial_state, final_state = _send_state_first(
             channel, lambda x, s: recurrence.final_state(x, pos, s), None, inputs, initial_state
         )
         return recurrence.forward_no_state(inputs, pos, initial_state), final_state
@@ -172,7 +172,7 @@ def _run_between_messages(
             return tail
 
         input_slice = slice(inputs[0].shape[1] - rows, None), recurrence.num_time_inputs
-        inputs, _, final_state = _send_state_early(channel, last, input_slice, inputs, {})
+        inputs, _, final_state = _send_state_first(channel, last, input_slice, inputs, {})
         return recurrence.forward_no_state(inputs, pos, _recv_state(channel, caller_state)), final_state
     make_initial = (
         (lambda: zeros(channel.state_specs, channel.batch, inputs[0].device)) if isinstance(recurrence, LinearRecurrence) else None
@@ -257,7 +257,7 @@ class _SendState(torch.autograd.Function):
         return (None, dy, *(grad.get(spec.name) for spec in channel.state_specs), *(None,) * ctx.n_initial)
 
 
-def _send_state_early(
+def _send_state_first(
     channel: _StateChannel, make: Make, input_slice: InputSlice | None, inputs: Inputs, initial_state: State
 ) -> tuple[Inputs, State, State]:
     """Compute the final State and send it before the outputs. Returns inputs and initial State for the outputs, and the final
@@ -266,12 +266,12 @@ def _send_state_early(
     The backward pass waits for the final State's gradient after the outputs' gradient has passed.
     """
     n = len(inputs)
-    tensors = _SendStateEarly.apply(channel, make, input_slice, n, tuple(initial_state), *inputs, *initial_state.values())
+    tensors = _SendStateFirst.apply(channel, make, input_slice, n, tuple(initial_state), *inputs, *initial_state.values())
     state = dict(zip(initial_state, tensors[n : n + len(initial_state)], strict=True))
     return tensors[:n], state, channel.as_state(tensors[n + len(initial_state) :])
 
 
-class _SendStateEarly(torch.autograd.Function):
+class _SendStateFirst(torch.autograd.Function):
     """Identity on inputs and initial State, and the final State computed from them, which is sent; backward receives its gradient
     and adds what follows from it to theirs."""
 

@@ -20,7 +20,7 @@ Step = Callable[[Inputs, Tensor | None, State], tuple[Tensor, State]]
 """(inputs of a chunk, its pos or None, entering State) -> (outputs [batch, L, ...], leaving State); differentiable."""
 
 
-def compute_dtype(*tensors: Tensor) -> torch.dtype:
+def state_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if all tensors are float64, else float32: the dtype of states and gates."""
     return torch.float64 if {x.dtype for x in tensors} == {torch.float64} else torch.float32
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.autocast import without_autocast
-from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
+from baton.kernels.common.chunked_autograd import run_chunked, state_dtype
 from baton.kernels.protocol import Inputs, State
 
 CHUNK = 64
@@ -38,7 +38,7 @@ def delta_rule_chunked(
 ) -> tuple[Tensor, Tensor]:
     """As `op.delta_rule`, which checks the arguments; `chunk` is the number of tokens per chunk."""
     inputs = (q, k, v, beta) if g is None else (q, k, v, beta, g)
-    dtype = compute_dtype(*inputs)
+    dtype = state_dtype(*inputs)
     if initial_state is None:
         initial_state = k.new_zeros(k.shape[0], *k.shape[2:], v.shape[3], dtype=dtype)
     step = partial(_step, scale=scale, dtype=dtype)
@@ -54,7 +54,7 @@ def delta_rule_transition(
     Arguments as in `op.delta_rule`; they are not checked. Both are computed in one pass: add is the result for a zero state, and a
     column of M the result for a unit state without values, so the values are padded with zeros and the state with I.
     """
-    dtype = compute_dtype(k, v, beta) if g is None else compute_dtype(k, v, beta, g)
+    dtype = state_dtype(k, v, beta) if g is None else state_dtype(k, v, beta, g)
     batch, length, heads, d_key = k.shape
     d_value = v.shape[3]
     identity_KK = torch.eye(d_key, dtype=dtype, device=k.device)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from baton.kernels.common.autocast import without_autocast
-from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_log_gates, randn
 from baton.kernels.delta_rule.chunked import delta_rule_transition
 from baton.kernels.delta_rule.op import delta_rule
@@ -42,7 +42,7 @@ class DeltaRule(LinearRecurrence):
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         shape = (*inputs[1].shape[2:], inputs[2].shape[3])
-        return (StateSpec("S", shape, compute_dtype(*inputs), tp=0, grad=True),)
+        return (StateSpec("S", shape, state_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         y, S = delta_rule(*inputs, scale=self.scale, pos=pos, initial_state=None if state is None else state["S"])
@@ -69,7 +69,7 @@ class DeltaRule(LinearRecurrence):
 
     def _transition(self, inputs: Inputs, pos: Tensor | None) -> tuple[Tensor, Tensor]:
         _, k, v, beta, *gate = inputs
-        implementation = delta_rule_transition_triton if use_triton(k, compute_dtype(*inputs)) else delta_rule_transition
+        implementation = delta_rule_transition_triton if use_triton(k, state_dtype(*inputs)) else delta_rule_transition
         with torch.no_grad(), without_autocast(k):
             return implementation(k, v, beta, gate[0] if gate else None, pos=pos)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.attention_tails import new_tails
-from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import randn
 from baton.kernels.eidetic_attention.chunked import Options
 from baton.kernels.eidetic_attention.op import (
@@ -45,7 +45,7 @@ class EideticAttention(StateFirstRecurrence):
         return Options(self.window, self.n_fading, self.n_eidetic, self.sliding, inputs[0].shape[-1] ** -0.5)
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
-        return state_specs(self._options(inputs), inputs[1], compute_dtype(*inputs))
+        return state_specs(self._options(inputs), inputs[1], state_dtype(*inputs))
 
     @property
     def _sizes(self) -> dict[str, Any]:

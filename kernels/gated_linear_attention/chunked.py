@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.autocast import without_autocast
-from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
+from baton.kernels.common.chunked_autograd import run_chunked, state_dtype
 from baton.kernels.common.launch_utils import next_power_of_2
 from baton.kernels.gated_linear_attention.chunk_math import (
     ChannelDecay,
@@ -43,7 +43,7 @@ def gla_chunked(
 ) -> tuple[Tensor, Tensor]:
     """As `op.gated_linear_attention`, which checks the arguments; `chunk` is the number of tokens per chunk."""
     inputs = (q, k, v) if g is None else (q, k, v, g)
-    dtype = compute_dtype(*inputs)
+    dtype = state_dtype(*inputs)
     step = partial(_step, gate=gate, scale=scale, dtype=dtype)
     state = {"S": empty_state(k, v, dtype) if initial_state is None else initial_state}
     y, leaving = run_chunked(step, inputs, len(inputs), pos=pos, state=state, chunk=chunk)
@@ -58,7 +58,7 @@ def empty_state(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
 def gla_final_state(k: Tensor, v: Tensor, g: Tensor | None, *, gate: Gate, pos: Tensor | None, chunk: int = CHUNK) -> Tensor:
     """What a span adds to a state of zeros, [batch, heads, d_key, d_value], without queries, outputs and gradients."""
     inputs = (k, v) if g is None else (k, v, g)
-    dtype = compute_dtype(*inputs)
+    dtype = state_dtype(*inputs)
     S = empty_state(k, v, dtype)
     with torch.no_grad(), without_autocast(k):
         for begin in range(0, k.shape[1], chunk):

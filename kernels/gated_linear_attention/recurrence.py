@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_log_gates, randn
 from baton.kernels.gated_linear_attention.chunked import gla_final_state
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
@@ -43,7 +43,7 @@ class GatedLinearAttention(LinearRecurrence):
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         k, v = inputs[1], inputs[2]
-        return (StateSpec("S", (v.shape[2], k.shape[3], v.shape[3]), compute_dtype(*inputs), tp=0, grad=True),)
+        return (StateSpec("S", (v.shape[2], k.shape[3], v.shape[3]), state_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         initial = None if state is None else state["S"]
@@ -57,7 +57,7 @@ class GatedLinearAttention(LinearRecurrence):
 
     def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """exp(sum of g): the product of the decays needs one sum over time."""
-        dtype, v = compute_dtype(*inputs), inputs[2]
+        dtype, v = state_dtype(*inputs), inputs[2]
         total = v.new_zeros(v.shape[0], v.shape[2], dtype=dtype) if self.gate == "none" else inputs[3].to(dtype).sum(1)
         decay = along_state(total, self.gate).exp()
         return {"S": decay if pos is None else decay.masked_fill((pos == 0).any(1)[:, None, None, None], 0.0)}
@@ -67,7 +67,7 @@ class GatedLinearAttention(LinearRecurrence):
         """The final State without outputs, which takes less time than `run`."""
         transition = self.transition_matrix(inputs, pos)
         _, k, v, *gates = inputs
-        implementation = gla_final_state_triton if use_triton(k, compute_dtype(*inputs)) else gla_final_state
+        implementation = gla_final_state_triton if use_triton(k, state_dtype(*inputs)) else gla_final_state
         S = implementation(k, v, gates[0] if gates else None, gate=self.gate, pos=pos)
         return transition, self.state_transition(transition, {"S": S})
 

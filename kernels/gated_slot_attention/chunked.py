@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.autocast import without_autocast
-from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
+from baton.kernels.common.chunked_autograd import run_chunked, state_dtype
 from baton.kernels.common.launch_utils import next_power_of_2
 from baton.kernels.gated_linear_attention.chunk_math import (
     ChannelDecay,
@@ -41,7 +41,7 @@ def gsa_chunked(
 ) -> tuple[Tensor, State]:
     """As `op.gated_slot_attention`, which checks the arguments; `chunk` is the number of tokens per chunk."""
     inputs = (q, k, v, g)
-    dtype = compute_dtype(*inputs)
+    dtype = state_dtype(*inputs)
     state = empty_state(k, v, g, dtype) if initial_state is None else initial_state
     step = partial(_step, scale=scale, slot_activation=slot_activation, gate_logit_normalizer=gate_logit_normalizer, dtype=dtype)
     return run_chunked(step, inputs, len(inputs), pos=pos, state={"k": state["k"], "v": state["v"]}, chunk=chunk)
@@ -62,7 +62,7 @@ def gsa_final_state(
 ) -> State:
     """What a span adds to slots of zeros: neither queries nor link nor outputs, and without gradients."""
     inputs = (k, v, g)
-    dtype = compute_dtype(*inputs)
+    dtype = state_dtype(*inputs)
     state = empty_state(*inputs, dtype)
     with torch.no_grad(), without_autocast(k):
         for begin in range(0, k.shape[1], chunk):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_log_gates, randn
 from baton.kernels.gated_linear_attention.triton_launch import use_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_final_state
@@ -45,7 +45,7 @@ class GatedSlotAttention(LinearRecurrence):
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         _, k, v, g = inputs
-        heads, slots, dtype = k.shape[2], g.shape[3], compute_dtype(*inputs)
+        heads, slots, dtype = k.shape[2], g.shape[3], state_dtype(*inputs)
         return (
             StateSpec("k", (heads, k.shape[3], slots), dtype, tp=0, grad=True),
             StateSpec("v", (heads, slots, v.shape[3]), dtype, tp=0, grad=True),
@@ -66,7 +66,7 @@ class GatedSlotAttention(LinearRecurrence):
     def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """exp(sum of g), the same along either leaf's slots."""
         (g,) = activated(inputs[3:], self.gate_logit_normalizer)
-        decay = g.to(compute_dtype(*inputs)).sum(1).exp()
+        decay = g.to(state_dtype(*inputs)).sum(1).exp()
         if pos is not None:
             decay = decay.masked_fill((pos == 0).any(1)[:, None, None], 0.0)
         return {"k": decay[:, :, None, :], "v": decay[:, :, :, None]}
@@ -75,7 +75,7 @@ class GatedSlotAttention(LinearRecurrence):
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
         """The final State without outputs, which takes less time than `run`."""
         transition = self.transition_matrix(inputs, pos)
-        implementation = gsa_final_state_triton if use_triton(inputs[0], compute_dtype(*inputs)) else gsa_final_state
+        implementation = gsa_final_state_triton if use_triton(inputs[0], state_dtype(*inputs)) else gsa_final_state
         return transition, self.state_transition(
             transition, implementation(*inputs[1:], gate_logit_normalizer=self.gate_logit_normalizer, pos=pos)
         )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import compute_dtype, run_chunked
+from baton.kernels.common.chunked_autograd import run_chunked, state_dtype
 from baton.kernels.lattice.qr_chunk import QRBasis, qr_basis, run_qr_chunk
 from baton.kernels.lattice.sequential import run_sequential
 from baton.kernels.lattice.step_loop import DocumentStarts, Tokens
@@ -86,7 +86,7 @@ def chunk_length(options: Options) -> int:
 
 def apply_limits(options: Options, inputs: Inputs) -> Inputs:
     """The inputs (q, k, v, gamma, mu if present, tau if present, S0); with projection, mu is clamped and S0 normalized."""
-    dtype = compute_dtype(*inputs)
+    dtype = state_dtype(*inputs)
     S0 = inputs[-1].to(dtype)
     if not options.rule.project:
         return (*inputs[:-1], S0)
@@ -107,7 +107,7 @@ def initial_slots(options: Options, inputs: Inputs, pos: Tensor | None, initial_
 
 def prepare(options: Options, inputs: Inputs, pos: Tensor | None) -> Prepared:
     """Everything about a chunk of inputs from `apply_limits` that does not depend on the state."""
-    dtype = compute_dtype(*inputs)
+    dtype = state_dtype(*inputs)
     q, k, v, gamma, *optional, S0 = inputs
     batch, length, heads, _ = q.shape
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common.autocast import without_autocast
-from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, randn
 from baton.kernels.lattice.chunked import Options, Prepared, apply_limits, chunk_length, initial_slots, prepare, run_chunk
 from baton.kernels.lattice.op import lattice
@@ -66,7 +66,7 @@ class Lattice(SequentialRecurrence):
         return Options(UpdateRule(self.variant, self.project), self.forget, self.sparse)
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
-        return (StateSpec("S", tuple(inputs[-1].shape), compute_dtype(*inputs), tp=0, grad=True),)
+        return (StateSpec("S", tuple(inputs[-1].shape), state_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         arguments, initial = dict(zip(self.input_names, inputs, strict=True)), None if state is None else state["S"]
@@ -85,7 +85,7 @@ class Lattice(SequentialRecurrence):
         chunks = []
         with without_autocast(inputs[0]):
             limited = apply_limits(self.options, inputs)
-            if use_triton(inputs[0], compute_dtype(*inputs), sparse=self.sparse):
+            if use_triton(inputs[0], state_dtype(*inputs), sparse=self.sparse):
                 return Context(limited, pos, None)
             for begin in range(0, length, step):
                 piece = (*(x[:, begin : begin + step] for x in limited[:num_inputs]), *limited[num_inputs:])

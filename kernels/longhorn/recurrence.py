@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, randn
 from baton.kernels.diagonal_scan.triton_launch import (
     ScanInputs,
@@ -47,7 +47,7 @@ class Longhorn(LinearRecurrence):
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         shape = (inputs[0].shape[2], inputs[1].shape[2])
-        return (StateSpec("S", shape, compute_dtype(*inputs), tp=0, grad=True),)
+        return (StateSpec("S", shape, state_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         given = {**self._named(inputs), "beta_sigmoid": self.gated}
@@ -63,20 +63,20 @@ class Longhorn(LinearRecurrence):
 
     def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """The product of the decays: the final state of a run that starts from ones and has x = 0."""
-        named, dtype = self._named(inputs), compute_dtype(*inputs)
+        named, dtype = self._named(inputs), state_dtype(*inputs)
         x, k, q, beta, D = (named[name] for name in ("x", "k", "q", "beta", "D"))
         ones = torch.ones(x.shape[0], x.shape[2], k.shape[2], dtype=dtype, device=x.device)
         options = {"beta_bias": named.get("beta_bias"), "beta_sigmoid": self.gated, "pos": pos, "initial_state": ones}
         return {"S": longhorn(torch.zeros_like(x), k, q, beta, D, **options)[1]}  # type: ignore[arg-type]
 
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
-        if not use_triton(inputs[0], compute_dtype(*inputs)):
+        if not use_triton(inputs[0], state_dtype(*inputs)):
             return super().begin(inputs, pos)
         decay, add = state_transition_triton(self._scanned(inputs), pos=pos, activate=self.gated)
         return {"S": decay}, self.state_transition({"S": decay}, {"S": add})
 
     def begin_backward(self, inputs: Inputs, pos: Tensor | None, transition: State, state: State, dy: Tensor) -> StateTransition:
-        if not use_triton(inputs[0], compute_dtype(*inputs)):
+        if not use_triton(inputs[0], state_dtype(*inputs)):
             return super().begin_backward(inputs, pos, transition, state, dy)
         return self.state_transition(
             transition, {"S": state_transition_backward_triton(self._scanned(inputs), dy, pos=pos, activate=self.gated)}

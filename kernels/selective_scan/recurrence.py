@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_steps, randn
 from baton.kernels.diagonal_scan.triton_launch import (
     ScanInputs,
@@ -47,7 +47,7 @@ class SelectiveScan(LinearRecurrence):
         return not self.gated
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
-        return (StateSpec("h", tuple(self._named(inputs)["A"].shape), compute_dtype(*inputs), tp=0, grad=True),)
+        return (StateSpec("h", tuple(self._named(inputs)["A"].shape), state_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         given = {**self._named(inputs), "dt_softplus": self.gated, "discretization": self.discretization}
@@ -65,7 +65,7 @@ class SelectiveScan(LinearRecurrence):
 
     def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """exp(A sum of dt): the product of the decays needs one sum over time."""
-        named, dtype = self._named(inputs), compute_dtype(*inputs)
+        named, dtype = self._named(inputs), state_dtype(*inputs)
         dt = named["dt"].to(dtype)
         if self.gated:
             dt = F.softplus(dt + named["dt_bias"].to(dtype))
@@ -85,7 +85,7 @@ class SelectiveScan(LinearRecurrence):
         return self.state_transition(transition, {"h": add})
 
     def _in_triton(self, inputs: Inputs) -> bool:
-        return use_triton(inputs[0], compute_dtype(*inputs))
+        return use_triton(inputs[0], state_dtype(*inputs))
 
     @property
     def _zoh(self) -> bool:

@@ -7,7 +7,7 @@ far. A sequence may be split anywhere, also into segments shorter than the windo
 import torch
 from torch import Tensor
 
-from baton.kernels.common.chunked_autograd import compute_dtype
+from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.eidetic_attention.joint_attention_launch import use_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_state_keys, expect_tensor
 from baton.kernels.protocol import State
@@ -75,7 +75,7 @@ def window_attention(
         expect_state_keys(_KERNEL, "state", state, ("k", "v", "seen"))
         check_tail(_KERNEL, state, {"k": k, "v": v}, None if window is None else window - 1)
     scale = dim**-0.5 if scale is None else scale
-    if length >= SHORT and use_triton(q, compute_dtype(q, k, v)):
+    if length >= SHORT and use_triton(q, state_dtype(q, k, v)):
         return window_attention_triton(
             q, k, v, window=window, pos=pos, state=state, scale=scale, fresh=fresh, need_final_state=need_final_state
         )

@@ -137,8 +137,7 @@ def _over_sequence(one: Arithmetic) -> dict[str, Exchange]:
     if ranks == 1:
         return found
     recurrences = [recurrence for block in one.every_block for recurrence in block.recurrences]
-    # a collective would keep all ranks in one of several segments
-    gathers = one.layout.context_comm == "all_gather" and one.together == 1
+    gathers = one.layout.gathers_states(one.together)
     gathered = [recurrence for recurrence in recurrences if recurrence.transition and gathers]
     for name, backward in (("States: to the next rank", False), ("cotangents: to the rank before", True)):
         sent = sum(recurrence.message_bytes(work, backward=backward) for recurrence in recurrences if recurrence not in gathered)

@@ -115,7 +115,7 @@ class Arithmetic:
             compute_bytes=DTYPE_BYTES[config.compute_dtype],
             gpu=config.device != "cpu",
             segment=self.layout.context > 1 or self.training.bptt is not None,
-            rerun=self.layout.context > 1 and self.layout.context_comm != "ring",
+            rerun=self.layout.uses_transitions(self.training.gradient_segments),
             sequence_parallel=self.layout.sequence_parallel and self.tensor > 1,
             selective=self.training.recompute == "selective",
         )

@@ -313,3 +313,11 @@ def test_the_command_says_how_sequences_are_cut(capsys):
     assert values["bptt"] == {"mode": "truncated", "segment": 16384, "segments": 64, "gradient_segments": 2}
     assert values["memory"]["lanes"] > 0
     assert any(note.startswith("note: 2 segments that a gradient goes through together do not fill") for note in values["notes"])
+
+
+def test_what_is_not_gathered_is_planned_as_the_ring():
+    """Where a gradient goes through several segments, `all_gather` computes no transitions."""
+    for bptt, like in (("exact", "ring"), ("truncated", "ring"), ("cut", "early")):
+        found, expected = (arithmetic("gla", bptt, context=2, context_comm=how) for how in ("all_gather", like))
+        assert found.activations(full_recompute=False) == expected.activations(full_recompute=False), bptt
+        assert (found.work.rerun, found.layout.gathers_states(found.together)) == (like == "early", like == "early")

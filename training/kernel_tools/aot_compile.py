@@ -52,7 +52,7 @@ def compile_run_kernels(
         mesh = meshes.initialize(own, device=META, rank=0, store=FakeStore())
         if layout.context > 1:
             # what is gathered is made as what is sent early
-            early = layout.context_comm != "ring"
+            early = layout.uses_transitions(training.gradient_segments)
             mesh = replace(mesh, link=ContextLink(0, [0], META, exchange="early" if early else "ring"))
         try:
             recorded: set[Recurrence] = set()

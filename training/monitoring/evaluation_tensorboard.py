@@ -1,4 +1,4 @@
-"""Results of `baton eval` in TensorBoard, by the checkpoint's step. They have a folder beside the run's, whose writer may be busy."""
+"""Results of `baton eval` in TensorBoard, by the checkpoint's step, in a folder beside the run's, whose writer may be busy."""
 
 import math
 from collections import defaultdict
