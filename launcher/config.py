@@ -198,7 +198,13 @@ class RunConfig(BaseModel):
         )
 
     def notes(self) -> Iterator[str]:
-        """Warnings of the model's mixers about this run's document length, one line each."""
+        """Settings of the schedule that have no effect, and warnings of the model's mixers about this run's document length, a
+        line each."""
+        schedule = self.training.schedule
+        unused = [name for name in ("decay_steps", "decay_shape") if getattr(schedule, name) != getattr(type(schedule)(), name)]
+        if schedule.kind != "wsd" and unused:
+            named = " and ".join(f"{name}={getattr(schedule, name)}" for name in unused)
+            yield f"note: training.schedule.{named} without effect with kind={schedule.kind}; it is of kind=wsd"
         if isinstance(self.data, TaskConfig):
             key, tokens = "data.length", self.data.length
         elif self.training.carries_lane_states:

@@ -117,7 +117,9 @@ def _groups(model: type[BaseModel], key: str, kind: str | None) -> Iterator[Grou
         models = _models(field.annotation)
         many = get_origin(_bare(field.annotation)) is dict
         place = f"{prefix}{name}" + (".NAME" if many and models else "")
+        # a single class with a kind is no choice among classes
         kinds = [one for one in models if "kind" in one.model_fields and isinstance(one.model_fields["kind"].default, str)]
+        kinds = kinds if len(models) > 1 else []
         if models and get_origin(_bare(field.annotation)) is not tuple:
             for one in models:
                 below += _groups(one, place, one.model_fields["kind"].default if one in kinds else None)

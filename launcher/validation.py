@@ -18,6 +18,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "training.schedule.kind": ("lr_scheduler", "lr_scheduler_type", "lr_decay_style", "scheduler"),
     "training.schedule.warmup_steps": ("warmup", "warmup_iters", "num_warmup_steps", "lr_warmup_iters", "lr_warmup_steps"),
     "training.schedule.decay_steps": ("lr_decay_steps", "lr_decay_iters", "cooldown_steps"),
+    "training.schedule.decay_shape": ("decay_type", "lr_decay_type", "lr_wsd_decay_style", "cooldown_type"),
     "training.schedule.final_lr": ("min_lr", "lr_min", "end_lr"),
     "training.steps": ("max_steps", "num_steps", "total_steps", "train_iters", "max_iters", "num_train_steps", "iterations"),
     "training.sequence_length": (

@@ -44,7 +44,12 @@ class ScheduleConfig(_Settings):
     kind: Literal["cosine", "wsd", "constant"] = Field("cosine", description="shape of the schedule after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0; 0: none. The papers use 1 to 10 % of a run")
     decay_steps: int = Field(
-        0, ge=0, description="wsd: steps at the end of the run over which the learning rate falls linearly to final_lr"
+        0, ge=0, description="wsd: steps at the end of the run over which the learning rate falls to final_lr; 0: no decay"
+    )
+    decay_shape: Literal["linear", "sqrt"] = Field(
+        "linear",
+        description="wsd: how the learning rate falls over decay_steps; sqrt: as 1 - sqrt(progress), which is steep first and then "
+        "flat (Hägele et al. 2024)",
     )
     final_lr: float = Field(
         1e-5, ge=0, description="learning rate at the last step (cosine, wsd), as an absolute value like in the papers"

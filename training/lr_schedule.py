@@ -23,7 +23,8 @@ def learning_rate(step: int, training: TrainingConfig, peak: float | None = None
         return schedule.final_lr + (peak - schedule.final_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
     if schedule.kind == "wsd" and step >= training.steps - schedule.decay_steps:
         progress = (step - (training.steps - schedule.decay_steps) + 1) / schedule.decay_steps
-        return peak + (schedule.final_lr - peak) * min(1.0, progress)
+        fallen = min(1.0, progress) if schedule.decay_shape == "linear" else math.sqrt(min(1.0, progress))
+        return peak + (schedule.final_lr - peak) * fallen
     return peak
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.resources import files
 
 import pytest
 import yaml
@@ -136,6 +137,25 @@ def test_wsd_is_stable_and_then_falls_linearly_to_its_end_value():
         [0.25, 0.5, 0.5, 0.5, 0.5, 0.5, 0.4, 0.3, 0.2, 0.1]
     )
     assert rates(kind="wsd") == [0.5] * 10
+
+
+def test_wsd_falls_as_one_minus_the_square_root_where_that_is_chosen():
+    wsd = {"kind": "wsd", "warmup_steps": 2, "final_lr": 0.1}
+    found = rates(decay_steps=4, decay_shape="sqrt", **wsd)
+    expected = [0.1 + 0.4 * (1 - (step / 4) ** 0.5) for step in (1, 2, 3, 4)]
+    assert found == pytest.approx([0.25, 0.5, 0.5, 0.5, 0.5, 0.5, *expected])
+    assert rates(decay_steps=4, decay_shape="linear", **wsd) == rates(decay_steps=4, **wsd), "linear is the default"
+    assert rates(decay_shape="sqrt", **wsd) == rates(**wsd), "without decay_steps nothing falls"
+    with pytest.raises(ValueError, match="decay_shape"):
+        rates(decay_steps=4, decay_shape="exponential", **wsd)
+
+
+def test_settings_of_another_schedule_are_named():
+    """`kind: cosine` is the default, so a decay_shape alone changes nothing."""
+    run = str(files("baton.configs") / "runs" / "demo.yaml")
+    (note,) = load(run, ["training.schedule={kind: cosine, decay_steps: 10, decay_shape: sqrt}"]).notes()
+    assert note == "note: training.schedule.decay_steps=10 and decay_shape=sqrt without effect with kind=cosine; it is of kind=wsd"
+    assert not list(load(run, ["training.schedule={kind: wsd, decay_steps: 10, decay_shape: sqrt}"]).notes())
 
 
 def test_constant_is_constant():

@@ -110,9 +110,10 @@ def until(folder: Path, step: int) -> Path:
 
 def test_three_branches_decay_each_for_itself_from_a_trunk_that_is_trained_once(trunk, pool, tmp_path):
     before, branches = contents(trunk), []
-    for step in (4, 6, 8):
+    for step, shape in ((4, "linear"), (6, "sqrt"), (8, "linear")):
         out = tmp_path / f"from-{step}"
-        config = forked(trunk, out, "--step", str(step), f"training.steps={step + 4}", "training.schedule.decay_steps=4")
+        words = (f"training.steps={step + 4}", "training.schedule.decay_steps=4", f"training.schedule.decay_shape={shape}")
+        config = forked(trunk, out, "--step", str(step), *words)
         linked = out / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors"
         assert linked.stat().st_ino == (trunk / "checkpoints" / linked.parent.name / linked.name).stat().st_ino, "shared"
         go_on(pool, config)
@@ -123,6 +124,7 @@ def test_three_branches_decay_each_for_itself_from_a_trunk_that_is_trained_once(
         rates = [row["lr"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "train"]
         assert rates[-1] == pytest.approx(1e-4)
         assert rates == sorted(rates, reverse=True)
+        assert rates == [pytest.approx(learning_rate(each, config.training)) for each in range(step, step + 4)]
         evaluated = [row["step"] for row in read_metrics(out / "metrics.jsonl") if row["kind"] == "evaluation"]
         assert evaluated == [step + 2, step + 4]
         (fork,) = json.loads((out / "provenance.json").read_text())["forks"]
@@ -300,16 +302,17 @@ def test_files_are_copied_where_they_cannot_be_linked(trunk, tmp_path, monkeypat
 @pytest.mark.parametrize("kind", ["constant", "wsd", "cosine"])
 @pytest.mark.parametrize("decay", [0, 3])
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_the_steps_that_keep_their_learning_rates_are_counted(kind, decay, warmup):
+@pytest.mark.parametrize("shape", ["linear", "sqrt"])
+def test_the_steps_that_keep_their_learning_rates_are_counted(kind, decay, warmup, shape):
     def rates(steps: int) -> list[float]:
-        schedule = {"kind": kind, "decay_steps": decay, "warmup_steps": warmup, "final_lr": 0.1}
+        schedule = {"kind": kind, "decay_steps": decay, "decay_shape": shape, "warmup_steps": warmup, "final_lr": 0.1}
         values = {"sequence_length": 1, "global_batch_tokens": 1, "optimizer": {"lr": 1.0}, "schedule": schedule}
         training = TrainingConfig(steps=steps, **values)
         return [learning_rate(step, training) for step in range(min(8, steps))]
 
     for steps in (6, 7, 8, 9, 20):
         values = {"sequence_length": 1, "global_batch_tokens": 1, "optimizer": {"lr": 1.0}}
-        schedule = {"kind": kind, "decay_steps": decay, "warmup_steps": warmup, "final_lr": 0.1}
+        schedule = {"kind": kind, "decay_steps": decay, "decay_shape": shape, "warmup_steps": warmup, "final_lr": 0.1}
         alike = equal_lr_steps(TrainingConfig(steps=8, schedule=schedule, **values), steps)
         both = list(zip(rates(8), rates(steps)))
         first = next((step for step, (a, b) in enumerate(both) if a != b), len(both))
@@ -341,6 +344,9 @@ SAYS = {
     "rate, on purpose": (["training.optimizer.lr=2e-3"], True, None),
     "rates of some": (["training.optimizer.lr_overrides={'*.A_log': 1e-3}"], False,
                       ["--change", "'training.optimizer.lr_overrides={"]),
+    "another decay": (["training.schedule.decay_shape=sqrt"], False,
+                      ["decay_shape: 'linear' -> 'sqrt'", "--change", "baton fork", "training.schedule.decay_shape=sqrt"]),
+    "another decay, on purpose": (["training.schedule.decay_shape=sqrt"], True, None),
     "schedule, on purpose": (["training.schedule.kind=constant", "training.optimizer.betas=[0.8, 0.9]"], True, None),
     "seed": (["training.seed=1"], True, ["training.seed: 0 -> 1", "--restart-data"]),
     "batch": (["training.global_batch_tokens=256", "training.optimizer.lr=1"], True, ["global_batch_tokens", "--restart-data"]),
