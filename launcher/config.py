@@ -295,11 +295,28 @@ def _put(values: dict[str, Any], keys: list[str], value: Any, word: str) -> None
     values[keys[-1]] = value
 
 
+def _merged_mixers(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The base's mixers with the changes of each name; one that gets another kind begins anew, and one that a new pattern does not
+    have is left out."""
+    entries = [str(entry).partition("*")[0] for entry in changes.get("pattern", base.get("pattern", ()))]
+    names = {name for entry in entries for name in entry.split("+")}
+    merged = {name: settings for name, settings in base["mixers"].items() if "pattern" not in changes or name in names}
+    for name, settings in changes["mixers"].items():
+        before, kind = merged.get(name), settings.get("kind") if isinstance(settings, dict) else None
+        if isinstance(before, dict) and isinstance(settings, dict) and kind in (None, before.get("kind", name)):
+            settings = {**before, **settings}
+        merged[name] = settings
+    return merged
+
+
 def _resolve_model(value: Any, where: str) -> Any:
     """The settings that `model:` names: mamba-130m is configs/models/mamba-130m.yaml, a path is that file, and a group with `base`
-    is either of them with the group's other settings applied."""
+    is either of them with the group's other settings applied, those of mixers by name."""
     if isinstance(value, dict) and isinstance(value.get("base"), str):
-        return _resolve_model(value["base"], where) | {key: v for key, v in value.items() if key != "base"}
+        base, changes = _resolve_model(value["base"], where), {key: v for key, v in value.items() if key != "base"}
+        if not isinstance(changes.get("mixers"), dict) or not isinstance(base.get("mixers"), dict):
+            return base | changes
+        return base | changes | {"mixers": _merged_mixers(base, changes)}
     if not isinstance(value, str):
         return value
     shipped = files("baton.configs") / "models"

@@ -32,7 +32,12 @@ class OptimizerConfig(_Settings):
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay rates of the two moments; (0.9, 0.95) as in Mamba's recipe")
     eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay; not applied to norms, biases, A_log and D")
+    weight_decay: float = Field(
+        0.1,
+        ge=0,
+        description="decoupled weight decay of projections. Norms, biases, A_log, D and the like have none, and embeddings only with "
+        "model.decay_embedding",
+    )
     clip_norm: float = Field(
         1.0, ge=0, description="maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping"
     )

@@ -10,7 +10,11 @@ def add(commands: Subparsers) -> None:
     read = add_command(commands, "import", _import, "read a model of transformers or mamba_ssm: settings and weights for a run")
     read.add_argument("folder", type=Path, metavar="FOLDER", help="has config.json, and weights as safetensors or .bin files")
     read.add_argument("--out", type=Path, required=True, metavar="NAME", help="writes NAME.yaml and NAME.safetensors")
-    read.add_argument("--to", choices=("gsa",), help="convert a Transformer into a recurrent model, to be finetuned (T2R)")
+    read.add_argument(
+        "--to",
+        choices=("gsa", "gla", "retnet", "gated_delta_net"),
+        help="convert a Transformer into a recurrent model, to be finetuned (T2R)",
+    )
     read.add_argument(
         "--keep-attention", type=_every, default=0, metavar="1/N", help="with --to: the share of layers that stay attention"
     )

@@ -1,17 +1,54 @@
-"""A Transformer's weights as the beginning of a recurrent model, to be finetuned.
+"""A Transformer's weights as the beginning of a recurrent model, to be finetuned (T2R).
 
-Source: Zhang et al. 2024, "Gated Slot Attention", section 4.2 (T2R), after Kasai et al. 2021. Embeddings, MLPs, norms and the
-projections of queries, keys, values and outputs are kept; the gates and the norm of the outputs are new. Queries, keys and values
-have no activation, and rotary positions are left out.
+Source: Zhang et al. 2024, "Gated Slot Attention", section 4.2, after Kasai et al. 2021. Embeddings, MLPs, norms and the projections
+of queries, keys, values and outputs are kept; gates and decays, the norm of the outputs and convolutions are new. There is no gate
+of the outputs where a mixer can do without. As in the paper, queries and keys of GLA and RetNet go through relu, since softmax
+attention has no negative scores either; those of GSA are as they are. Rotary positions are left out, but RetNet has them too.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import InterchangeError
 from baton.models.settings.attention import AttentionConfig
 
-TARGETS = ("gsa",)
+Widths = tuple[int, int, int]
+"""Numbers of query heads and of key heads, and the width of a head."""
+
+
+def _gsa(attention: AttentionConfig, sizes: Widths) -> dict[str, Any]:
+    heads, kv_heads, width = sizes
+    activations = {"feature_map": "identity", "value_activation": None, "output_activation": None}
+    return {"head_dim": width, "heads": heads, "kv_heads": kv_heads, **activations}
+
+
+def _linear(attention: AttentionConfig, sizes: Widths) -> dict[str, Any]:
+    heads, _, width = sizes
+    return {"heads": heads, "d_key": width, "d_value": width, "feature_map": "relu", "output_gate": False}
+
+
+def _retnet(attention: AttentionConfig, sizes: Widths) -> dict[str, Any]:
+    if attention.rope_theta is None:
+        raise InterchangeError("attention without positions is not converted to retnet, which has rotary ones; choose gla")
+    return {**_linear(attention, sizes), "rope_theta": attention.rope_theta}
+
+
+def _delta_rule(attention: AttentionConfig, sizes: Widths) -> dict[str, Any]:
+    heads, _, width = sizes
+    return {"heads": heads, "d_key": width, "d_value": width}
+
+
+TARGETS: dict[str, Callable[[AttentionConfig, Widths], dict[str, Any]]] = {
+    "gsa": _gsa,
+    "gla": _linear,
+    "retnet": _retnet,
+    "gated_delta_net": _delta_rule,
+}
+"""Settings of the mixer by its kind."""
 
 
 def convert(
@@ -22,7 +59,7 @@ def convert(
     Args:
         model: layers of attention and a MLP (`baton import` of Llama or Mistral).
         weights: with Baton's names; they are not changed.
-        target: one of TARGETS.
+        target: one of TARGETS. Keys and values that several heads share are repeated for each, but for gsa, whose heads share them.
         keep_attention: of every so many layers the last keeps its attention; 0: none does.
 
     Raises InterchangeError for another model, and for attention that has biases or norms of its own.
@@ -37,23 +74,44 @@ def convert(
     assert isinstance(attention, AttentionConfig)
     if attention.qkv_bias or attention.qk_norm:
         raise InterchangeError("attention with qkv_bias or qk_norm is not converted: a recurrent mixer has neither")
-    heads, kv_heads = attention.head_counts(model.d_model)
-    own = {"kind": "gsa", "head_dim": attention.head_dim, "heads": heads, "kv_heads": kv_heads}
-    own |= {"feature_map": "identity", "value_activation": None, "output_activation": None}
+    sizes = (*attention.head_counts(model.d_model), attention.head_dim)
     kept = [number for number in range(model.n_layers) if keep_attention and (number + 1) % keep_attention == 0]
     pattern = [f"{target}+{mlp}"] * max(1, keep_attention)
     if kept:
         pattern[-1] = f"{name}+{mlp}"
     if len(kept) == model.n_layers:
         raise InterchangeError(f"keep_attention={keep_attention} keeps the attention of every layer; keep that of fewer")
-    mixers = {target: own, mlp: model.mixers[mlp].model_dump()} | ({name: attention.model_dump()} if kept else {})
+    mixers = {target: {"kind": target, **TARGETS[target](attention, sizes)}, mlp: model.mixers[mlp].model_dump()}
+    mixers |= {name: attention.model_dump()} if kept else {}
     converted = ModelConfig.model_validate(model.model_dump() | {"pattern": pattern, "mixers": mixers})
     found = {}
     for key, x in weights.items():
         part = key.split(".")
         if part[0] == "layers" and part[2] == name and int(part[1]) not in kept:
-            if key.endswith("in_proj.q.weight"):
-                x = x * attention.head_dim**-0.5  # of the scores, which GSA does not scale
             part[2] = target
+            x = _projection(x, ".".join(part[4:]), target, sizes)
         found[".".join(part)] = x
+    if target == "gated_delta_net":
+        found |= _convolutions(converted, target, kept)
     return converted, found
+
+
+def _projection(x: Tensor, name: str, target: str, sizes: Widths) -> Tensor:
+    heads, kv_heads, width = sizes
+    if target == "gsa":
+        return x * width**-0.5 if name == "in_proj.q.weight" else x  # of the scores, which GSA does not scale
+    if name in ("in_proj.k.weight", "in_proj.v.weight") and kv_heads < heads:
+        return x.unflatten(0, (kv_heads, width)).repeat_interleave(heads // kv_heads, dim=0).flatten(0, 1)
+    return x
+
+
+def _convolutions(model: ModelConfig, target: str, kept: list[int]) -> dict[str, Tensor]:
+    """Short convolutions that begin as each token's own value."""
+    found = {}
+    for number in set(range(model.n_layers)) - set(kept):
+        for declared in model.mixers[target].parameters(model.d_model):
+            if declared.name.startswith("conv_weights."):
+                taps = torch.zeros(declared.shape)
+                taps[:, -1] = 1
+                found[f"layers.{number}.{target}.mixer.{declared.name}"] = taps
+    return found

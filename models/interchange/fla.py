@@ -102,7 +102,12 @@ class _Fla(Family):
     def _tensors(self, mixer: MixerConfig, width: int) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
         """(their name, ours, shape, axis as in TensorMap) of a mixer's tensors."""
         for own, shape, _ in parameters(mixer, width):
-            yield self.names[own], own, shape, 1 if own.startswith("conv_weights.") else None
+            theirs = self.names[own]
+            if theirs == "g_norm_swish_gate.weight" and "in_proj.gate.weight" not in {
+                name for name, *_ in parameters(mixer, width)
+            }:
+                theirs = "g_norm.weight"  # as fla names it where it is not fused with a gate
+            yield theirs, own, shape, 1 if own.startswith("conv_weights.") else None
 
     names: ClassVar[dict[str, str]]
     """Their names of a mixer's tensors, by ours."""
@@ -118,7 +123,6 @@ class FlaGLA(_Fla):
     kinds = ("gla", "swiglu")
     needed: ClassVar[dict[str, tuple[Any, Any]]] = {
         "use_short_conv": (False, False),
-        "use_output_gate": (True, True),
         "clamp_min": (None, None),
         "elementwise_affine": (True, True),
         "fuse_norm": (True, True),
@@ -140,6 +144,7 @@ class FlaGLA(_Fla):
             "d_key": _per_head(config, "expand_k", 0.5, width, heads),
             "d_value": _per_head(config, "expand_v", 1.0, width, heads),
             "feature_map": _feature_map(config),
+            "output_gate": config.get("use_output_gate", True),
             "gate_low_rank_dim": 16,
             "gate_logit_normalizer": 16.0,
         }
@@ -147,7 +152,8 @@ class FlaGLA(_Fla):
     def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
         assert isinstance(mixer, GLAConfig)
         mapped = None if mixer.feature_map == "identity" else mixer.feature_map
-        return {**_expansions(*mixer.head_sizes(width), width), "feature_map": mapped}
+        named = {"feature_map": mapped, "use_output_gate": mixer.output_gate}
+        return {**_expansions(*mixer.head_sizes(width), width), **named}
 
     def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
         assert isinstance(mixer, GLAConfig)
@@ -204,7 +210,6 @@ class FlaRetNet(_Fla):
     default_hidden_ratio = 2
     needed: ClassVar[dict[str, tuple[Any, Any]]] = {
         "use_short_conv": (False, False),
-        "use_output_gate": (True, True),
         "elementwise_affine": (True, True),
         "fuse_norm": (True, True),
     }
@@ -217,12 +222,14 @@ class FlaRetNet(_Fla):
             "d_key": _per_head(config, "expand_k", 1.0, width, heads),
             "d_value": _per_head(config, "expand_v", 2.0, width, heads),
             "feature_map": _feature_map(config),
+            "output_gate": config.get("use_output_gate", True),
         }
 
     def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
         assert isinstance(mixer, RetNetConfig)
         mapped = None if mixer.feature_map == "identity" else mixer.feature_map
-        return {**_expansions(*mixer.head_sizes(width), width), "feature_map": mapped}
+        named = {"feature_map": mapped, "use_output_gate": mixer.output_gate}
+        return {**_expansions(*mixer.head_sizes(width), width), **named}
 
     def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
         assert isinstance(mixer, RetNetConfig)

@@ -40,7 +40,7 @@ class GLA(Mixer, settings=GLAConfig):
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
         _, d_key, d_value = self.config.head_sizes(self.context.d_model)
-        q, k, v, gate = self.in_proj(x_BTM, self.in_proj.local_splits)
+        q, k, v, *gate = self.in_proj(x_BTM, self.in_proj.local_splits)
         # fp32 from the bias on, and in the log domain: bf16 has no values between 0.996 and 1
         code_BTR = self.code_proj.for_own_heads(self.code_proj(x_BTM))
         logits = self.decay_proj(code_BTR).to(self.decay_bias.dtype) + self.decay_bias
@@ -55,5 +55,6 @@ class GLA(Mixer, settings=GLAConfig):
         o_BTHV, final_state = self.run_recurrence(
             recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
         )
-        y_BTV = gated(self.norm(o_BTHV).flatten(2), gate, dtype=gate.dtype)
+        y_BTV = self.norm(o_BTHV).flatten(2)
+        y_BTV = gated(y_BTV, *gate, dtype=v.dtype) if self.config.output_gate else y_BTV.to(v.dtype)
         return self.out_proj(y_BTV), final_state

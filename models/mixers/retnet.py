@@ -45,7 +45,7 @@ class RetNet(Mixer, settings=RetNetConfig):
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
         _, d_key, d_value = self.config.head_sizes(self.context.d_model)
-        q, k, v, gate = self.in_proj(x_BTM, self.in_proj.local_splits)
+        q, k, v, *gate = self.in_proj(x_BTM, self.in_proj.local_splits)
         q, k = (FEATURE_MAPS[self.config.feature_map](x).unflatten(2, (-1, d_key)) for x in (q, k))
         inputs = (
             *rotary(q, k, pos_BT, self.config.rope_theta),
@@ -56,5 +56,6 @@ class RetNet(Mixer, settings=RetNetConfig):
         o_BTHV, final_state = self.run_recurrence(
             recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
         )
-        y_BTV = gated(self.norm(o_BTHV).flatten(2), gate, dtype=gate.dtype)
+        y_BTV = self.norm(o_BTHV).flatten(2)
+        y_BTV = gated(y_BTV, *gate, dtype=v.dtype) if self.config.output_gate else y_BTV.to(v.dtype)
         return self.out_proj(y_BTV), final_state

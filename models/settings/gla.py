@@ -10,7 +10,6 @@ from baton.models.settings.cost_model import (
     SavedTensor,
     linear_attention_costs,
     linear_attention_flops,
-    saved_by_gate,
     saved_by_log_sigmoid,
     saved_by_norm,
     saved_scores,
@@ -24,7 +23,7 @@ from baton.models.settings.declarations import (
     replicated,
     split,
 )
-from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, whole
+from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, saved_by_output_gate, whole
 
 
 class GLAConfig(LinearAttentionConfig):
@@ -36,6 +35,11 @@ class GLAConfig(LinearAttentionConfig):
     d_value: int | None = Field(None, ge=1, description="width of a head's values; null: d_model / heads")
     feature_map: FeatureMap = Field(
         "identity", description="feature map of queries and keys; identity in the paper's models. elu is elu(x) + 1"
+    )
+    output_gate: bool = Field(
+        True,
+        description="whether outputs are multiplied by silu of a projection of the layer's input, as in the paper. A Transformer "
+        "that is finetuned into a recurrent model (T2R) has none",
     )
     gate_low_rank_dim: int = Field(16, ge=1, description="rank of the decay's low-rank projection; 16 in the paper")
     gate_logit_normalizer: float = Field(
@@ -53,7 +57,7 @@ class GLAConfig(LinearAttentionConfig):
         heads, d_key, d_value = self.head_sizes(d_model)
         keys, values = heads * d_key, heads * d_value
         return (
-            column("in_proj", d_model, {"q": keys, "k": keys, "v": values, "gate": values}),
+            column("in_proj", d_model, {"q": keys, "k": keys, "v": values} | ({"gate": values} if self.output_gate else {})),
             replicated("code_proj", d_model, self.gate_low_rank_dim),
             low_rank_column("decay_proj", self.gate_low_rank_dim, keys, init=Projection(self.gate_low_rank_dim)),
             split("decay_bias", keys, init=Constant(0.0)),
@@ -68,15 +72,14 @@ class GLAConfig(LinearAttentionConfig):
         return MixerCosts(
             saved=(
                 SavedTensor("in_proj input", d_model, "compute", split=False),
-                SavedTensor("q, k, v and gate", 2 * keys + 2 * values, "compute"),
+                SavedTensor("q, k and v", 2 * keys + values, "compute"),
                 *mapped,
                 SavedTensor("code", self.gate_low_rank_dim, "compute", split=False),
                 *saved_by_log_sigmoid("decays", keys, view=False),
                 SavedTensor("decays", keys, "float32"),
                 *saved_scores(heads, keys, keys, values),
                 *saved_by_norm("norm", values, rows=heads),
-                SavedTensor("normalised output", values, "float32"),
-                *saved_by_gate("gate", values),
+                *(saved_by_output_gate(values) if self.output_gate else ()),
                 SavedTensor("out_proj input", values, "compute"),
             ),
             recurrences=(linear_attention_costs(*self.state(d_model), per_key=True),),

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from baton.models.settings import MixerConfig
+from baton.models.settings.cost_model import SavedTensor, saved_by_gate
 from baton.models.settings.declarations import StateDeclaration
 
 FeatureMap = Literal["identity", "silu", "relu", "elu"]
@@ -48,3 +49,9 @@ def whole(name: str, formula: str, numerator: int, denominator: int) -> int:
     if numerator % denominator or numerator < denominator:
         raise ValueError(f"{formula} = {numerator} / {denominator} is not a whole number; set {name}")
     return numerator // denominator
+
+
+def saved_by_output_gate(width: int) -> tuple[SavedTensor, ...]:
+    """Saved tensors of normalised outputs * silu(gate): the gate's projection and what it multiplies, and `saved_by_gate`."""
+    projected = SavedTensor("gate", width, "compute")
+    return (projected, SavedTensor("normalised output", width, "float32"), *saved_by_gate("gate", width))

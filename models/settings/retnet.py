@@ -9,12 +9,11 @@ from baton.models.settings.cost_model import (
     SavedTensor,
     linear_attention_costs,
     linear_attention_flops,
-    saved_by_gate,
     saved_by_norm,
     saved_scores,
 )
 from baton.models.settings.declarations import ParameterDeclaration, column, head_norm, output
-from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, whole
+from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, saved_by_output_gate, whole
 
 
 class RetNetConfig(LinearAttentionConfig):
@@ -26,6 +25,11 @@ class RetNetConfig(LinearAttentionConfig):
     d_value: int | None = Field(None, ge=1, description="width of a head's values; null: 2 d_key, as in the paper")
     feature_map: FeatureMap = Field(
         "identity", description="feature map of queries and keys; identity in the paper's models. elu is elu(x) + 1"
+    )
+    output_gate: bool = Field(
+        True,
+        description="whether outputs are multiplied by silu of a projection of the layer's input, as in the paper. A Transformer "
+        "that is finetuned into a recurrent model (T2R) has none",
     )
     decay_exponent: float = Field(
         5.0, gt=0, description="the decay of head h per token is 1 - 2^-(decay_exponent + h), h from 0; the paper's 5"
@@ -45,7 +49,7 @@ class RetNetConfig(LinearAttentionConfig):
         heads, d_key, d_value = self.head_sizes(d_model)
         keys, values = heads * d_key, heads * d_value
         return (
-            column("in_proj", d_model, {"q": keys, "k": keys, "v": values, "gate": values}),
+            column("in_proj", d_model, {"q": keys, "k": keys, "v": values} | ({"gate": values} if self.output_gate else {})),
             head_norm("norm", d_value),
             output("out_proj", values, d_model),
         )
@@ -58,15 +62,14 @@ class RetNetConfig(LinearAttentionConfig):
         return MixerCosts(
             saved=(
                 SavedTensor("in_proj input", d_model, "compute", split=False),
-                SavedTensor("q, k, v and gate", 2 * keys + 2 * values, "compute"),
+                SavedTensor("q, k and v", 2 * keys + values, "compute"),
                 *mapped,
                 # a cosine and a sine per pair of channels, shared by queries and keys and by all heads
                 SavedTensor("cosines and sines", d_key, "float32", split=False),
                 SavedTensor("rotated q and k", 2 * keys, "compute"),
                 *saved_scores(heads, keys, keys, values),
                 *saved_by_norm("norm", values, rows=heads),
-                SavedTensor("normalised output", values, "float32"),
-                *saved_by_gate("gate", values),
+                *(saved_by_output_gate(values) if self.output_gate else ()),
                 SavedTensor("out_proj input", values, "compute"),
             ),
             recurrences=(linear_attention_costs(*self.state(d_model), per_key=False),),

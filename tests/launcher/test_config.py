@@ -150,6 +150,27 @@ def test_wsd_falls_as_one_minus_the_square_root_where_that_is_chosen():
         rates(decay_steps=4, decay_shape="exponential", **wsd)
 
 
+def test_settings_of_a_bases_mixers_are_merged_by_name():
+    """One setting of one mixer leaves the others as the base has them."""
+    run = str(files("baton.configs") / "runs" / "demo.yaml")
+
+    def mixers(*words):
+        return load(run, ["model={base: retnet-1.3b, vocab_size: 64}", *words]).model.mixers
+
+    base = mixers()
+    assert base["swiglu"].hidden is not None
+    changed = mixers("model.mixers.retnet.decay_exponent=4")
+    assert changed == base | {"retnet": base["retnet"].model_copy(update={"decay_exponent": 4.0})}
+    anew = mixers("model.mixers.retnet={kind: gla, heads: 8}")
+    assert anew["retnet"].kind == "gla"
+    assert anew["swiglu"] == base["swiglu"]
+    other = mixers("model.pattern=[gla+swiglu]", "model.mixers.gla.heads=2")
+    assert set(other) == {"gla", "swiglu"}
+    assert other["swiglu"] == base["swiglu"]
+    with pytest.raises(ConfigError, match=r"mixers\.other is not in pattern"):
+        mixers("model.mixers.other={kind: gla, heads: 2}")
+
+
 def test_settings_of_another_schedule_are_named():
     """`kind: cosine` is the default, so a decay_shape alone changes nothing."""
     run = str(files("baton.configs") / "runs" / "demo.yaml")

@@ -8,8 +8,11 @@ from safetensors.torch import load_file
 from support.compare import relative_error
 from support.interchange import HEADS, transformers_model
 
+from baton.kernels.short_conv.recurrence import ShortConv
 from baton.launcher.cli import main
 from baton.models.config import ModelConfig
+from baton.models.interchange.conversion import convert
+from baton.models.interchange.mapping import InterchangeError
 from baton.models.library import language_model, mixer
 from baton.parallel.param_layout import named_layouts
 
@@ -45,6 +48,51 @@ def test_what_a_transformer_has_is_kept_and_the_gates_are_new(keep, tmp_path, ca
         assert torch.equal(weights[f"{place}.mixer.out_proj.weight"], layer.self_attn.o_proj.weight)
         assert torch.equal(weights[f"layers.{number}.swiglu.mixer.in_proj.up.weight"], layer.mlp.up_proj.weight)
     assert torch.equal(weights["embedding.weight"][:61], theirs.model.embed_tokens.weight)
+
+
+NEW = {
+    "gla": {"code_proj.weight", "decay_proj.weight", "decay_bias", "norm.weight"},
+    "retnet": {"norm.weight"},
+    "gated_delta_net": {"in_proj.beta.weight", "in_proj.dt.weight", "in_proj.gate.weight", "A_log", "dt_bias", "norm.weight"},
+}
+
+
+@pytest.mark.parametrize("target", NEW)
+def test_other_mixers_repeat_what_heads_share(target, tmp_path):
+    theirs = transformers_model("Llama", **HEADS)
+    theirs.save_pretrained(tmp_path / "llama")
+    words = ["--to", target, "--keep-attention", "1/2"]
+    assert main(["import", str(tmp_path / "llama"), "--out", str(tmp_path / "start"), *words]) == 0
+    model = ModelConfig.model_validate(yaml.safe_load((tmp_path / "start.yaml").read_text()))
+    assert model.layers == ((target, "swiglu"), ("attention", "swiglu"))
+    weights = load_file(tmp_path / "start.safetensors")
+    place = f"layers.0.{target}.mixer"
+    assert names_of(model) - set(weights) == {f"{place}.{name}" for name in NEW[target]}
+    assert set(weights) <= names_of(model)
+    layouts = [(name, layout) for name, _, layout in named_layouts(language_model(model))]
+    shapes = {block.name: block.extent for name, layout in layouts for block in layout.shard_boxes(name, 0, 1)}
+    assert all(tuple(x.shape) == shapes[name] for name, x in weights.items())
+    attention = theirs.model.layers[0].self_attn
+    assert torch.equal(weights[f"{place}.in_proj.q.weight"], attention.q_proj.weight)
+    for part in "kv":  # heads 0 and 1 share the first of two, 2 and 3 the second
+        shared = getattr(attention, f"{part}_proj").weight.unflatten(0, (2, 12))
+        found = weights[f"{place}.in_proj.{part}.weight"].unflatten(0, (4, 12))
+        assert all(torch.equal(found[head], shared[head // 2]) for head in range(4))
+    if target == "gated_delta_net":
+        x, taps = torch.randn(1, 9, 48), weights[f"{place}.conv_weights.v"]
+        pos = torch.arange(9, dtype=torch.int32)[None]
+        y, _ = ShortConv("silu").run((x, taps, torch.zeros(48)), pos, None)
+        torch.testing.assert_close(y, F.silu(x))
+
+
+def test_retnet_has_rotary_positions(tmp_path, capsys):
+    model = ModelConfig(
+        d_model=16, n_layers=1, vocab_size=8, pattern=["attention+swiglu"],
+        mixers={"attention": {"kind": "attention", "head_dim": 8, "rope_theta": None}, "swiglu": {"kind": "swiglu", "hidden": 16}},
+    )  # fmt: skip
+    with pytest.raises(InterchangeError, match="which has rotary ones; choose gla"):
+        convert(model, {}, "retnet")
+    assert convert(model, {}, "gla")[0].mixers["gla"].output_gate is False
 
 
 def test_with_a_slot_for_every_token_it_is_attention_without_positions():

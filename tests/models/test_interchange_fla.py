@@ -24,12 +24,14 @@ SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 61, "intermedi
 CASES = {
     "gla": ("GLA", {"num_heads": 2}),
     "gla, tied, with a feature map": ("GLA", {"num_heads": 4, "expand_v": 2.0, "feature_map": "relu", "tie_word_embeddings": True}),
+    "gla, without a gate": ("GLA", {"num_heads": 2, "use_output_gate": False}),
     "gsa": ("GSA", {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5, "norm_eps": 1e-5}),
     "retnet": ("RetNet", {"num_heads": 2, "expand_v": 1.0}),
     "retnet, with a feature map": (
         "RetNet",
         {"num_heads": 4, "expand_k": 0.5, "feature_map": "swish", "tie_word_embeddings": True},
     ),
+    "retnet, without a gate": ("RetNet", {"num_heads": 2, "use_output_gate": False}),
     "delta_net": ("DeltaNet", {"num_heads": 3}),
     "delta_net, tied, negative eigenvalues": (
         "DeltaNet",

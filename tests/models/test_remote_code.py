@@ -25,10 +25,12 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "attention, whole document": ["attention"],
     "attention, biases and norms": ["attention"],
     "bmojo, sliding": ["bmojo"],
+    "gla, without a gate": ["gla"],
     "gsa, converted": ["gsa"],
     "lattice, all options": ["lattice"],
     "longhorn, as printed": ["longhorn"],
     "mamba, as printed": ["mamba"],
+    "retnet, without a gate": ["retnet"],
     "hybrid": ["mamba", "lattice+swiglu", "bmojo"],
     "another hybrid": ["gated_delta_net*2", "attention+swiglu"],
 }
@@ -38,6 +40,8 @@ SETTINGS = {
     "attention, whole document": {"window": None, "rope_theta": None},
     "attention, biases and norms": {"qkv_bias": True, "qk_norm": True},
     "bmojo, sliding": {"fading": "sliding", "predictor_weights": "uniform", "innovation_norm": "l1", "d_conv": None},
+    "gla, without a gate": {"feature_map": "relu", "output_gate": False},
+    "retnet, without a gate": {"output_gate": False},
     "gsa, converted": {"feature_map": "identity", "value_activation": None, "output_activation": None},
     "lattice, all options": {
         "variant": "enc", "project": False, "forget": True, "sparsity": 0.01, "initial_slots": "learned", "step_max": 2.0,

@@ -31,6 +31,8 @@ VARIANTS = {
     "gsa, relu": ("gsa", {"feature_map": "relu"}),
     "gla, identity": ("gla", {"feature_map": "identity"}),
     "retnet, relu": ("retnet", {"feature_map": "relu"}),
+    "gla, no gate": ("gla", {"feature_map": "relu", "output_gate": False}),
+    "retnet, no gate": ("retnet", {"output_gate": False}),
     "hgrn2 without a bound": ("hgrn2", {"lower_bound": 0.0}),
     "lattice, spans": ("lattice", {"variant": "enc", "initial_slots": "learned", "unit_queries": True}),
     "lattice, everything": ("lattice", {"forget": True, "sparsity": 0.01, "unit_keys": False, "output_norm": False}),

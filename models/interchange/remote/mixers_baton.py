@@ -135,7 +135,8 @@ def mamba2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | No
 
 
 def gla(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    q, k, v, gate = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v", "gate"))
+    q, k, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v"))
+    gate = linear(x, p["in_proj.gate.weight"]) if c["output_gate"] else None
     mapped, d_key = FEATURE_MAPS[c["feature_map"]], q.shape[-1] // c["heads"]
     logits = precise(linear(linear(x, p["code_proj.weight"]), p["decay_proj.weight"])) + p["decay_bias"]
     g = F.logsigmoid(logits) / c["gate_logit_normalizer"]
@@ -145,7 +146,8 @@ def gla(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None,
 
 
 def retnet(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    q, k, v, gate = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v", "gate"))
+    q, k, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v"))
+    gate = linear(x, p["in_proj.gate.weight"]) if c["output_gate"] else None
     mapped, d_key = FEATURE_MAPS[c["feature_map"]], c["d_key"]
     q, k = (precise(rotary(heads(mapped(a), d_key), pos, c["rope_theta"])) for a in (q, k))
     count = q.shape[2]
@@ -166,9 +168,11 @@ def hgrn2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | Non
     return linear(rms_norm(o.flatten(2), p["norm.weight"], eps).to(x.dtype), p["out_proj.weight"]), {"S": S}
 
 
-def _gated_output(p: Parameters, o: Tensor, gate: Tensor, x: Tensor, eps: float) -> Tensor:
-    """A norm per head, the gate, and the output projection."""
-    y = rms_norm(o, p["norm.weight"], eps).flatten(2) * F.silu(precise(gate))
+def _gated_output(p: Parameters, o: Tensor, gate: Tensor | None, x: Tensor, eps: float) -> Tensor:
+    """A norm per head, the gate if there is one, and the output projection."""
+    y = rms_norm(o, p["norm.weight"], eps).flatten(2)
+    if gate is not None:
+        y = y * F.silu(precise(gate))
     return linear(y.to(x.dtype), p["out_proj.weight"])
 
 
