@@ -35,8 +35,8 @@ class OptimizerConfig(_Settings):
     weight_decay: float = Field(
         0.1,
         ge=0,
-        description="decoupled weight decay of projections. Norms, biases, A_log, D and the like have none, and embeddings only with "
-        "model.decay_embedding",
+        description="decoupled weight decay of projections. Norms, biases, A_log, D and the like have none, and embeddings only "
+        "with model.decay_embedding",
     )
     clip_norm: float = Field(
         1.0, ge=0, description="maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping"
