@@ -25,7 +25,6 @@ CHOSEN = (
     ("train_step", "longhorn 1x16384 x 16", "tokens/s", "our mamba-1.4b"),
     ("train_step", "bmojo 1x16384 x 16", "TFLOP/s as 6N", SHEET),
     ("train_step", "transformer 8x2048 x 16", "TFLOP/s as 6N", SHEET),
-    ("scan_gpu", "mamba B8 T2048 D4096 N16", "forward us", "mamba_ssm"),
     ("scan_gpu", "mamba B8 T2048 D4096 N16", "backward us", "mamba_ssm"),
     ("matrix_gpu", "mamba2 B8 T2048 H64 K128 V64", "fwd+bwd us", "mamba_ssm"),
     ("matrix_gpu", "gla B8 T2048 H4 K256 V512", "fwd+bwd us", "fla"),
@@ -33,6 +32,7 @@ CHOSEN = (
     ("matrix_gpu", "delta_net B8 T2048 H16 K128 V128", "fwd+bwd as a graph us", "fla"),
     ("matrix_gpu", "lattice-sim B8 T2048 H32 K64 V64", "fwd+bwd as a graph us", "fla's DeltaNet"),
     ("matrix_gpu", "bmojo B8 T2048 H32 D64", "fwd+bwd us", "FlexAttention"),
+    ("generation_gpu", "mamba-1.4b x 128", "tokens/s", "transformers' Mamba"),
     ("exchange", "mamba-1.4b 2 x 16384", "pass ms, ring", "all-to-all over heads"),
     ("scaling", "mamba-1.4b, data 2, 8x2048 x 4", "tokens/s", "2 times one GPU"),
 )
