@@ -91,7 +91,8 @@ def evaluate_checkpoint(folder: Path, step: int | None = None, device: str = "au
     if not path.is_dir():
         kept = config.training.checkpoint.keep_last
         raise ConfigError(f"{path}: no such checkpoint; the run keeps training.checkpoint.keep_last={kept}")
-    sheet = cast(MetricsLogger, sheet_of(folder, out))
+    # TensorBoard has this evaluation from training
+    sheet = cast(MetricsLogger, Sheet(folder / NAME if out is None else out))
     make_deterministic(config.training)
     source = open_source(config.data)
     tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None

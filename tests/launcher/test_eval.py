@@ -101,8 +101,7 @@ def test_tensorboard_shows_the_results_of_a_run(here, undisturbed, tmp_path, cap
     assert main(["eval", str(run), "--device", "cpu", "--data", str(here.shards), "--tokens", "200", "--by-position"]) == 0
     words = ["--text", str(tmp_path / "text.txt"), "--lengths", "300", "--depths", "2", "--samples", "1"]
     assert main(["eval", str(run), "--device", "cpu", "--long-context", "niah_single", *words]) == 0
-    assert main(["eval", str(run), "--device", "cpu"]) == 0
-    one, two, three = rows_of(run / "evaluations.jsonl")
+    one, two = rows_of(run / "evaluations.jsonl")
     events = EventAccumulator(str(run / "tensorboard" / "evaluations")).Reload()
     shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     name = f"{here.shards.name}.validation"
@@ -111,14 +110,13 @@ def test_tensorboard_shows_the_results_of_a_run(here, undisturbed, tmp_path, cap
     assert shown[f"{name} by position/from_0000004"] == [(one["step"], pytest.approx(one["by_position"][2]["loss"], rel=1e-6))]
     mean = sum(score["score"] for score in two["long_context"]) / 2
     assert shown["niah_single/300_tokens"] == [(two["step"], pytest.approx(mean))]
-    assert shown["validation/loss"] == [(three["step"], pytest.approx(three["loss"], rel=1e-6))]
 
     shutil.rmtree(run / "tensorboard")
     (run / "tensorboard").write_text("")
     capsys.readouterr()
-    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    assert main(["eval", str(run), "--device", "cpu", "--data", str(here.shards), "--tokens", "200"]) == 0
     assert "TensorBoard does not show this row (" in capsys.readouterr().err
-    assert len(rows_of(run / "evaluations.jsonl")) == 4
+    assert len(rows_of(run / "evaluations.jsonl")) == 3
 
 
 def test_the_metrics_of_tasks_have_the_tasks_names():

@@ -59,7 +59,7 @@ RULES = (
         ),
         functions=(
             "_DeltaRule", "_DiagonalScan", "_Gla", "_Gsa", "_Joint", "_Lattice", "_RecvState", "_RunChunked", "_Scan", "_SendState",
-            "_SendStateEarly", "_QRChunk", "_Sequential", "_TransitionScan",
+            "_SendStateFirst", "_QRChunk", "_Sequential", "_TransitionScan",
         ),
         name=r"selective_scan|flash_|fmha|sdpa|attention",
         scope=r"^recurrence: |^aten::_?scaled_dot_product|^baton::innovation",
