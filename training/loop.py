@@ -43,8 +43,7 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     except (RunError, StorageError):  # raised on all ranks alike; a checkpoint being written is of before, and sound
         run.checkpoint_callback.finish()
         raise
-    finally:
-        run.executor.close()
+    run.executor.close()
     _finish(run)
 
 

@@ -11,7 +11,7 @@ def add(commands: Subparsers) -> None:
         commands, "eval", _run, "evaluate a checkpoint in one process: on its validation set, other data, tasks, or long texts"
     )
     parser.add_argument(
-        "folder", metavar="RUN", type=Path, help="a run directory, or but for its validation set an exported folder"
+        "folder", metavar="RUN", type=Path, help="a run directory; for all but its own validation set also an exported folder"
     )
     parser.add_argument("--step", type=non_negative_int, help="the checkpoint's (default: the newest checkpoint)")
     on = parser.add_mutually_exclusive_group()

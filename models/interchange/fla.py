@@ -102,12 +102,7 @@ class _Fla(Family):
     def _tensors(self, mixer: MixerConfig, width: int) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
         """(their name, ours, shape, axis as in TensorMap) of a mixer's tensors."""
         for own, shape, _ in parameters(mixer, width):
-            theirs = self.names[own]
-            if theirs == "g_norm_swish_gate.weight" and "in_proj.gate.weight" not in {
-                name for name, *_ in parameters(mixer, width)
-            }:
-                theirs = "g_norm.weight"  # as fla names it where it is not fused with a gate
-            yield theirs, own, shape, 1 if own.startswith("conv_weights.") else None
+            yield self.names[own], own, shape, 1 if own.startswith("conv_weights.") else None
 
     names: ClassVar[dict[str, str]]
     """Their names of a mixer's tensors, by ours."""
@@ -116,44 +111,64 @@ class _Fla(Family):
 _QKV = {f"in_proj.{part}.weight": f"{part}_proj.weight" for part in "qkv"} | {"out_proj.weight": "o_proj.weight"}
 
 
-class FlaGLA(_Fla):
+class _FlaLinearAttention(_Fla):
+    """Linear attention with an output gate, or without one."""
+
+    needed: ClassVar[dict[str, tuple[Any, Any]]] = {
+        "use_short_conv": (False, False),
+        "elementwise_affine": (True, True),
+        "fuse_norm": (True, True),
+    }
+    names: ClassVar[dict[str, str]] = {**_QKV, "in_proj.gate.weight": "g_proj.weight", "norm.weight": "g_norm_swish_gate.weight"}
+    default_heads: ClassVar[int]
+    default_expansions: ClassVar[tuple[float, float]]
+    """Widths of all keys and of all values, of d_model."""
+
+    def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
+        heads = int(config.get("num_heads", self.default_heads))
+        if config.get("num_kv_heads") is not None:
+            only(config, "num_kv_heads", heads, heads)
+        mapped, (of_keys, of_values) = config.get("feature_map"), self.default_expansions
+        if mapped not in FEATURE_MAPS:
+            raise InterchangeError(f"config.json: feature_map={mapped!r}: Baton reads {', '.join(map(str, FEATURE_MAPS))}")
+        return {
+            "heads": heads,
+            "d_key": _per_head(config, "expand_k", of_keys, width, heads),
+            "d_value": _per_head(config, "expand_v", of_values, width, heads),
+            "feature_map": FEATURE_MAPS[mapped],
+            "output_gate": config.get("use_output_gate", True),
+        }
+
+    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
+        assert isinstance(mixer, GLAConfig | RetNetConfig)
+        mapped = None if mixer.feature_map == "identity" else mixer.feature_map
+        named = {"feature_map": mapped, "use_output_gate": mixer.output_gate}
+        return {**_expansions(*mixer.head_sizes(width), width), **named}
+
+    def _tensors(self, mixer: MixerConfig, width: int) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
+        assert isinstance(mixer, GLAConfig | RetNetConfig)
+        for theirs, own, shape, axis in super()._tensors(mixer, width):
+            # a norm that is not fused with a gate has another name
+            yield theirs if mixer.output_gate or own != "norm.weight" else "g_norm.weight", own, shape, axis
+
+
+class FlaGLA(_FlaLinearAttention):
     library = "flash-linear-attention, GLAForCausalLM"
     architectures: ClassVar[tuple[str, ...]] = ("GLAForCausalLM",)
     model_type = "gla"
     kinds = ("gla", "swiglu")
-    needed: ClassVar[dict[str, tuple[Any, Any]]] = {
-        "use_short_conv": (False, False),
-        "clamp_min": (None, None),
-        "elementwise_affine": (True, True),
-        "fuse_norm": (True, True),
-    }
+    needed: ClassVar[dict[str, tuple[Any, Any]]] = {**_FlaLinearAttention.needed, "clamp_min": (None, None)}
     names: ClassVar[dict[str, str]] = {
-        **_QKV,
-        "in_proj.gate.weight": "g_proj.weight",
+        **_FlaLinearAttention.names,
         "code_proj.weight": "gk_proj.0.weight",
         "decay_proj.weight": "gk_proj.1.weight",
         "decay_bias": "gk_proj.1.bias",
-        "norm.weight": "g_norm_swish_gate.weight",
     }
+    default_heads, default_expansions = 4, (0.5, 1.0)
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        heads = _ungrouped_heads(config, 4)
         # fla's model leaves the rank and the normaliser at its layer's defaults, whatever config.json says
-        return {
-            "heads": heads,
-            "d_key": _per_head(config, "expand_k", 0.5, width, heads),
-            "d_value": _per_head(config, "expand_v", 1.0, width, heads),
-            "feature_map": _feature_map(config),
-            "output_gate": config.get("use_output_gate", True),
-            "gate_low_rank_dim": 16,
-            "gate_logit_normalizer": 16.0,
-        }
-
-    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
-        assert isinstance(mixer, GLAConfig)
-        mapped = None if mixer.feature_map == "identity" else mixer.feature_map
-        named = {"feature_map": mapped, "use_output_gate": mixer.output_gate}
-        return {**_expansions(*mixer.head_sizes(width), width), **named}
+        return {**super()._mixer(config, width), "gate_low_rank_dim": 16, "gate_logit_normalizer": 16.0}
 
     def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
         assert isinstance(mixer, GLAConfig)
@@ -177,15 +192,11 @@ class FlaGSA(_Fla):
     names: ClassVar[dict[str, str]] = {**_QKV, "in_proj.alpha.weight": "f_proj.weight", "norm.weight": "g_norm.weight"}
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        heads = config.get("num_heads", 4)
-        if width % heads:
-            raise InterchangeError(f"config.json: num_heads={heads} does not divide hidden_size={width}")
+        heads = _heads(config, 4, width)
         slots = config.get("num_slots", 64)
         return {
-            "heads": heads,
-            "kv_heads": config.get("num_kv_heads") or heads,
-            "head_dim": width // heads,
-            "slots": width // heads if slots is None else slots,
+            **heads,
+            "slots": heads["head_dim"] if slots is None else slots,
             "gate_logit_normalizer": config.get("gate_logit_normalizer", 8),
         }
 
@@ -202,34 +213,13 @@ class FlaGSA(_Fla):
         return whole and fixed and model.norm_eps == 1e-5
 
 
-class FlaRetNet(_Fla):
+class FlaRetNet(_FlaLinearAttention):
     library = "flash-linear-attention, RetNetForCausalLM"
     architectures: ClassVar[tuple[str, ...]] = ("RetNetForCausalLM",)
     model_type = "retnet"
     kinds = ("retnet", "swiglu")
     default_hidden_ratio = 2
-    needed: ClassVar[dict[str, tuple[Any, Any]]] = {
-        "use_short_conv": (False, False),
-        "elementwise_affine": (True, True),
-        "fuse_norm": (True, True),
-    }
-    names: ClassVar[dict[str, str]] = {**_QKV, "in_proj.gate.weight": "g_proj.weight", "norm.weight": "g_norm_swish_gate.weight"}
-
-    def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        heads = _ungrouped_heads(config, 8)
-        return {
-            "heads": heads,
-            "d_key": _per_head(config, "expand_k", 1.0, width, heads),
-            "d_value": _per_head(config, "expand_v", 2.0, width, heads),
-            "feature_map": _feature_map(config),
-            "output_gate": config.get("use_output_gate", True),
-        }
-
-    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
-        assert isinstance(mixer, RetNetConfig)
-        mapped = None if mixer.feature_map == "identity" else mixer.feature_map
-        named = {"feature_map": mapped, "use_output_gate": mixer.output_gate}
-        return {**_expansions(*mixer.head_sizes(width), width), **named}
+    default_heads, default_expansions = 8, (1.0, 2.0)
 
     def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
         assert isinstance(mixer, RetNetConfig)
@@ -338,15 +328,11 @@ class FlaTransformer(_Fla):
     }
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        heads = config.get("num_heads", 32)
-        if width % heads:
-            raise InterchangeError(f"config.json: num_heads={heads} does not divide hidden_size={width}")
+        heads = _heads(config, 32, width)
         if config.get("qk_norm"):
             only(config, "norm_eps", 1e-5, 1e-6)
         return {
-            "heads": heads,
-            "kv_heads": config.get("num_kv_heads") or heads,
-            "head_dim": width // heads,
+            **heads,
             "window": config.get("window_size"),
             "rope_theta": float(config.get("rope_theta") or 1e4),
             "qkv_bias": config.get("qkv_bias", False),
@@ -363,19 +349,12 @@ class FlaTransformer(_Fla):
         return False
 
 
-def _ungrouped_heads(config: Mapping[str, Any], default: int) -> int:
-    """Raises InterchangeError where heads share keys and values."""
-    heads = int(config.get("num_heads", default))
-    if config.get("num_kv_heads") is not None:
-        only(config, "num_kv_heads", heads, heads)
-    return heads
-
-
-def _feature_map(config: Mapping[str, Any]) -> str:
-    mapped = config.get("feature_map")
-    if mapped not in FEATURE_MAPS:
-        raise InterchangeError(f"config.json: feature_map={mapped!r}: Baton reads {', '.join(map(str, FEATURE_MAPS))}")
-    return FEATURE_MAPS[mapped]
+def _heads(config: Mapping[str, Any], default: int, width: int) -> dict[str, int]:
+    """Heads that together are as wide as the model. Raises InterchangeError where their number does not divide its width."""
+    heads = config.get("num_heads", default)
+    if width % heads:
+        raise InterchangeError(f"config.json: num_heads={heads} does not divide hidden_size={width}")
+    return {"heads": heads, "kv_heads": config.get("num_kv_heads") or heads, "head_dim": width // heads}
 
 
 def _expansions(heads: int, d_key: int, d_value: int, width: int) -> dict[str, Any]:

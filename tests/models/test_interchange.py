@@ -6,14 +6,12 @@ import pickle
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from support.compare import relative_error
-from support.interchange import HEADS, assert_same, logits_of, ours_of, transformers_model
+from support.interchange import HEADS, assert_import_is_theirs, logits_of, ours_of, transformers_model
 
 from baton.launcher.cli import main
 from baton.launcher.interchange import _save, import_model
-from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import to_theirs
 from baton.models.interchange.registry import FAMILIES, family_of_config, family_of_model
 
@@ -40,13 +38,7 @@ CASES = {
 def test_an_imported_model_is_theirs(case, tmp_path):
     """Logits, and the gradients of the embedding and of everything else, by one scalar of all of them."""
     name, changes = CASES[case]
-    theirs = transformers_model(name, **changes)
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "ours")]) == 0
-    model = ModelConfig.model_validate(yaml.safe_load((tmp_path / "ours.yaml").read_text()))
-    ours = ours_of(model, tmp_path / "ours.safetensors")
-    tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
-    assert_same(theirs, theirs(tokens).logits, ours, tokens)
+    assert_import_is_theirs(transformers_model(name, **changes), tmp_path)
 
 
 @pytest.mark.parametrize(

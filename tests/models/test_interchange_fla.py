@@ -6,14 +6,11 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from safetensors.torch import load_file
-from support.compare import relative_error
-from support.interchange import assert_same, import_fla, ours_of
+from support.interchange import assert_import_is_theirs, import_fla
 
 from baton.launcher.cli import main
 from baton.launcher.interchange import import_model
-from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import to_theirs
 from baton.models.interchange.registry import family_of_config, family_of_model
 
@@ -143,12 +140,7 @@ def test_a_model_of_fla_is_theirs_and_is_written_as_it_was_read(case, plain, tmp
     """Logits, all gradients, tensors to the bit, and the configuration when fla has read it."""
     name, changes = CASES[case]
     theirs = fla_model(name, **changes)
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "ours")]) == 0
-    model = ModelConfig.model_validate(yaml.safe_load((tmp_path / "ours.yaml").read_text()))
-    ours = ours_of(model, tmp_path / "ours.safetensors")
-    tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
-    assert_same(theirs, theirs(tokens, use_cache=False).logits, ours, tokens)
+    model = assert_import_is_theirs(theirs, tmp_path, use_cache=False)
     family = family_of_model(model)
     assert family.model_type == theirs.config.model_type
 
@@ -165,14 +157,7 @@ def test_a_model_of_fla_is_theirs_and_is_written_as_it_was_read(case, plain, tmp
 @pytest.mark.parametrize("case", READ_ALONE)
 def test_a_transformer_of_fla_is_theirs_and_leaves_in_another_format(case, plain, tmp_path):
     name, changes = READ_ALONE[case]
-    theirs = fla_model(name, **changes)
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "ours")]) == 0
-    model = ModelConfig.model_validate(yaml.safe_load((tmp_path / "ours.yaml").read_text()))
-    ours = ours_of(model, tmp_path / "ours.safetensors")
-    tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
-    found, _ = ours(tokens, torch.arange(19, dtype=torch.int32).expand(2, -1))
-    assert relative_error(ours.logits(found)[..., :61], theirs(tokens, use_cache=False).logits) <= 1e-5
+    model = assert_import_is_theirs(fla_model(name, **changes), tmp_path, use_cache=False)
     assert not family_of_model(model).library.startswith("flash")
     assert family_of_config(json.loads((tmp_path / "theirs" / "config.json").read_text())).model_type == "transformer"
 

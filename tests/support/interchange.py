@@ -1,12 +1,15 @@
 """Small random models of transformers, and Baton's with their weights."""
 
+import json
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors.torch import load_file
 
+from baton.launcher.cli import main
 from baton.models.config import ModelConfig
-from baton.models.interchange.registry import family_of_model
+from baton.models.interchange.registry import family_of_config
 from baton.models.library import language_model
 from baton.parallel.param_layout import named_layouts
 from support.compare import relative_error
@@ -45,8 +48,20 @@ def logits_of(model, tokens):
     return model.logits(hidden)[..., : model.config.vocab_size]
 
 
-def assert_same(theirs, expected, ours, tokens):
-    """Logits, and the gradients of every parameter by one scalar of all logits. theirs, expected: their model and its logits."""
+def assert_import_is_theirs(theirs, folder, **words):
+    """Save their model in folder/theirs, import it as folder/ours and compare; returns the settings. words: of their forward."""
+    theirs.save_pretrained(folder / "theirs")
+    assert main(["import", str(folder / "theirs"), "--out", str(folder / "ours")]) == 0
+    model = ModelConfig.model_validate(yaml.safe_load((folder / "ours.yaml").read_text()))
+    tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
+    family = family_of_config(json.loads((folder / "theirs" / "config.json").read_text()))
+    assert_same(theirs, theirs(tokens, **words).logits, ours_of(model, folder / "ours.safetensors"), tokens, family)
+    return model
+
+
+def assert_same(theirs, expected, ours, tokens, family):
+    """Logits, and the gradients of every parameter by one scalar of all logits. theirs, expected: their model and its logits.
+    family: of their format."""
     found = logits_of(ours, tokens)
     assert relative_error(found, expected) <= 1e-5
     cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
@@ -57,7 +72,7 @@ def assert_same(theirs, expected, ours, tokens):
         for block in layout.shard_boxes(name, 0, 1):
             gradients[block.name] = parameter.grad[block.local_row : block.local_row + block.extent[0]]
     others = dict(theirs.named_parameters())
-    for one in family_of_model(ours.config).maps(ours.config):
+    for one in family.maps(ours.config):
         assert relative_error(one.to_theirs(gradients), others[one.theirs].grad) <= 2e-5, one.theirs
 
 

@@ -274,7 +274,8 @@ def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
     probabilities = torch.softmax(logits / sampling.temperature, dim=-1)
     if sampling.top_p < 1:
         ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-        before = _integers(ordered).cumsum(dim=-1) - _integers(ordered)
+        weights = _integers(ordered)
+        before = weights.cumsum(dim=-1) - weights
         probabilities = torch.zeros_like(probabilities).scatter(
             1, ids, torch.where(before < int(sampling.top_p * 2**_WEIGHT_BITS), ordered, 0.0)
         )

@@ -20,10 +20,9 @@ def show_evaluation(folder: Path, row: dict[str, Any]) -> None:
 def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Tags and values of a row: of a dataset, of lm_eval's tasks, or of questions about long texts, whose depths are averaged."""
     if "loss" in row:
-        place = f"{Path(row['data']).name}.{row['split']}" if "data" in row else "validation"
-        for name in ("loss", "perplexity", "bits_per_byte", "accuracy"):
-            if name in row:
-                yield f"{place}/{name}", row[name]
+        place = f"{Path(row['data']).name}.{row['split']}"
+        for name in ("loss", "perplexity", "bits_per_byte"):
+            yield f"{place}/{name}", row[name]
         for bucket in row.get("by_position", ()):
             yield f"{place} by position/from_{bucket['from']:07d}", bucket["loss"]
     for task, metrics in row.get("tasks", {}).items():
