@@ -40,6 +40,25 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+@cache
+def whole_keys() -> None:
+    """Makes a kernel's key in Triton's cache independent of the order in which kernels are launched.
+
+    Triton 3.6 hashes a kernel's source, the functions that it calls, and the constants that they use. It hashes a function's
+    constants before it has found them, so they are only included if another kernel called the function earlier. Without this, a
+    process that launches in another order than the one that compiled ahead would compile again.
+    """
+    from triton.runtime.jit import DependenciesFinder
+
+    update = DependenciesFinder._update_hash
+
+    def whole(self: Any, function: Any) -> None:
+        _ = function.cache_key  # finds the function's constants
+        update(self, function)
+
+    DependenciesFinder._update_hash = whole
+
+
 class LazyModule:
     """A module that is imported when one of its attributes is first read: without a GPU Triton need not be installed.
 
@@ -50,6 +69,7 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        whole_keys()  # before any kernel is launched
         value = getattr(import_module(self._name), attribute)
         setattr(self, attribute, value)  # a launch then costs no lookup
         return value

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,29 +106,7 @@ def target() -> Target | None:
 
 def on_gpu(x: Tensor) -> bool:
     """Whether operators on x use GPU kernels: x is on a GPU, or on the meta device inside `compiling`."""
-    found = x.is_cuda or (x.is_meta and _target is not None)
-    if found:
-        whole_keys()  # before any kernel is launched
-    return found
-
-
-@cache
-def whole_keys() -> None:
-    """Makes a kernel's key in Triton's cache independent of the order in which kernels are launched.
-
-    Triton 3.6 hashes a kernel's source, the functions that it calls, and the constants that they use. It hashes a function's
-    constants before it has found them, so they are only included if another kernel called the function earlier. Without this, a
-    process that launches in another order than the one that compiled ahead would compile again.
-    """
-    from triton.runtime.jit import DependenciesFinder
-
-    update = DependenciesFinder._update_hash
-
-    def whole(self: Any, function: Any) -> None:
-        _ = function.cache_key  # finds the function's constants
-        update(self, function)
-
-    DependenciesFinder._update_hash = whole
+    return x.is_cuda or (x.is_meta and _target is not None)
 
 
 class _Driver:
@@ -234,7 +212,6 @@ def compiling(wanted: Target, processes: int | None = None, say: Callable[[str],
 
     if knobs.runtime.interpret:
         raise CompileError("TRITON_INTERPRET is set, so that nothing is compiled: unset it")
-    whole_keys()
     found, run, collected = Compiled(knobs.cache.dir), JITFunction.run, _Collected()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
