@@ -147,17 +147,20 @@ class Story:
         running = self.start()
         self.at_a_random_moment(running)
         ballast = self.disk / "ballast"
-        with ballast.open("wb") as f, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as f:
             while True:
                 f.write(b"x" * 65536)
-                f.flush()
         ended = running.end()
         ballast.unlink()
         assert ended.status == 0 or "No space left" in ended.err, (self.told, ended.status, ended.err)
 
     def read_only(self):
         """Between two starts: the next one says so, and changes nothing."""
-        subprocess.run(["mount", "-o", "remount,ro", str(self.disk)], check=True)
+        only_read = ["mount", "-o", "remount,ro", str(self.disk)]
+        # busy while a process of a start that was killed, such as one that reads data, has a file open
+        wait_until(
+            lambda: subprocess.run(only_read, capture_output=True).returncode == 0, "the run's processes to close their files"
+        )
         ended = self.start().end()
         subprocess.run(["mount", "-o", "remount,rw", str(self.disk)], check=True)
         assert ended.status == 2, self.told
