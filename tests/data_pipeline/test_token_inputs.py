@@ -13,7 +13,6 @@ import pyarrow.parquet
 import pytest
 import torch
 import webdataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
@@ -22,6 +21,13 @@ from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.shards import tokens_of
 from baton.data_pipeline.verify import verify
 from baton.launcher.cli import main
+
+
+def indexed_dataset():
+    """Megatron's module, imported when a test needs it: the import takes seconds, and every process collects this file."""
+    from megatron.core.datasets import indexed_dataset
+
+    return indexed_dataset
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,7 @@ def take(tokenizer, tmp_path, quiet):
 def megatron(ids, tokenizer, tmp_path_factory) -> Path:
     """A .bin with its .idx, by Megatron's own writer: documents of one or two sequences, the EOD token behind each."""
     path = tmp_path_factory.mktemp("megatron") / "corpus.bin"
-    builder = IndexedDatasetBuilder(str(path), dtype=np.uint16)
+    builder = indexed_dataset().IndexedDatasetBuilder(str(path), dtype=np.uint16)
     for number, document in enumerate(ids):
         whole = [*document, tokenizer.eod_id]
         half = len(whole) // 2 if number % 3 == 0 else len(whole)
@@ -59,7 +65,7 @@ def megatron(ids, tokenizer, tmp_path_factory) -> Path:
 
 
 def test_megatrons_documents_are_those_of_its_reader(megatron, ids, take, tokenizer):
-    reader = IndexedDataset(str(megatron.with_suffix("")))
+    reader = indexed_dataset().IndexedDataset(str(megatron.with_suffix("")))
     bounds = reader.document_indices
     theirs = [np.concatenate([reader[i] for i in range(a, b)]).tolist() for a, b in itertools.pairwise(bounds)]
     assert theirs == [[*document, tokenizer.eod_id] for document in ids]
@@ -142,7 +148,7 @@ def damaged_megatron(folder: Path, what: str) -> Path:
     if what == "a shorter bin":
         path.write_bytes(path.read_bytes()[:-2])
     elif what == "an idx of another corpus":
-        builder = IndexedDatasetBuilder(str(folder / "other.bin"), dtype=np.uint16)
+        builder = indexed_dataset().IndexedDatasetBuilder(str(folder / "other.bin"), dtype=np.uint16)
         builder.add_document(torch.tensor([1, 2, 3]), [3])
         builder.finalize(str(index))
     elif what == "a shorter idx":
@@ -191,7 +197,7 @@ def test_another_index_of_the_same_file_is_another_input(megatron, tokenizer, tm
     arguments = {"ids": True, "tokenizer": tokenizer.path, "workers": 1, "progress": quiet}
     prepare([tmp_path / "in"], tmp_path / "out", **arguments)
     index = tmp_path / "in" / "corpus.idx"
-    whole = IndexedDatasetBuilder(str(tmp_path / "whole.bin"), dtype=np.uint16)
+    whole = indexed_dataset().IndexedDatasetBuilder(str(tmp_path / "whole.bin"), dtype=np.uint16)
     count = (tmp_path / "in" / "corpus.bin").stat().st_size // 2
     whole.add_document(torch.zeros(count, dtype=torch.int64), [count])
     whole.finalize(str(index))

@@ -2,20 +2,20 @@
 GPU's kernels, and with PyTorch's norms, convolutions and activations."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from support.interchange import assert_import_is_theirs, import_fla
+from support.interchange import assert_import_is_theirs, fla_models
 
 from baton.launcher.cli import main
 from baton.launcher.interchange import import_model
 from baton.models.interchange.mapping import to_theirs
 from baton.models.interchange.registry import family_of_config, family_of_model
 
-fla = import_fla()
-pytestmark = pytest.mark.skipif(fla is None, reason="flash-linear-attention is not installed")
+pytestmark = pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed")
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 61, "intermediate_size": 40}
 CASES = {
@@ -52,6 +52,7 @@ READ_ALONE = {
 @pytest.fixture
 def plain(monkeypatch):
     """fla's layers in plain PyTorch."""
+    fla_models()
     from fla.layers import attn, delta_net, gated_deltanet, gla, gsa, multiscale_retention
     from fla.modules import FusedRMSNormGated, GatedMLP, RMSNorm, RotaryEmbedding, ShortConvolution
     from fla.modules.feature_map import SwishFeatureMap
@@ -128,7 +129,7 @@ def plain(monkeypatch):
 def fla_model(name, **changes):
     """A random model of fla, in float32."""
     torch.manual_seed(5)
-    model = getattr(fla, f"{name}ForCausalLM")(getattr(fla, f"{name}Config")(**(SIZES | changes))).eval()
+    model = getattr(fla_models(), f"{name}ForCausalLM")(getattr(fla_models(), f"{name}Config")(**(SIZES | changes))).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
@@ -147,7 +148,7 @@ def test_a_model_of_fla_is_theirs_and_is_written_as_it_was_read(case, plain, tmp
     written = to_theirs(family.maps(model), load_file(tmp_path / "ours.safetensors"))
     for key, x in load_file(tmp_path / "theirs" / "model.safetensors").items():
         assert torch.equal(written[key], x), key
-    again = getattr(fla, f"{name}ForCausalLM")(type(theirs.config)(**family.config(model)))
+    again = getattr(fla_models(), f"{name}ForCausalLM")(type(theirs.config)(**family.config(model)))
     missing, unexpected = again.load_state_dict(written, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"] if model.tie_embeddings else [], [])
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(family.config(model)))

@@ -1,6 +1,7 @@
 """Small random models of transformers, and Baton's with their weights."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -76,18 +77,17 @@ def assert_same(theirs, expected, ours, tokens, family):
         assert relative_error(one.to_theirs(gradients), others[one.theirs].grad) <= 2e-5, one.theirs
 
 
-def import_fla():
-    """fla.models, or None where it is not installed. It registers a class for transformers' Mamba too, which every later test of
-    this process would load: that is undone."""
+@cache
+def fla_models():
+    """fla.models, imported when a test needs it, which takes seconds. It registers a class for transformers' Mamba too, which every
+    later test of this process would load: that is undone."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     registered = [mapping._extra_content for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING)]
     before = [dict(one) for one in registered]
-    try:
-        import fla.models
-    except ImportError:
-        return None
+    import fla.models
+
     for one, content in zip(registered, before, strict=True):
         one.clear()
         one.update(content)

@@ -133,6 +133,11 @@ def measure():
 
     dist.init_process_group = join_nobody
 
+    @cache
+    def collective(func):
+        """Asked of every operator that runs: its namespace is cut out of its schema each time."""
+        return func.namespace == "c10d"
+
     class Sent(TorchDispatchMode):
         """Counts the bytes that collectives are given: of whole tensors, whichever end has those."""
 
@@ -141,14 +146,14 @@ def measure():
             self.bytes = Counter()
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "c10d":
+            if collective(func):
                 name = func.__name__.split(".")[0]
                 tensors = [x for x in tree_leaves(args[name == "_reduce_scatter_base_"]) if isinstance(x, torch.Tensor)]
                 self.bytes[name] += sum(x.nbytes for x in tensors)
             return func(*args, **(kwargs or {}))
 
-    class Living(TorchDispatchMode):
-        """Knows which tensors made within it still live."""
+    class Living(Sent):
+        """Also knows which tensors made within it still live."""
 
         def __init__(self):
             super().__init__()
@@ -156,8 +161,8 @@ def measure():
             gc.freeze()  # what there is was not made within it, and need not be looked at when it is asked
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            for x in tree_leaves(result):
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            for x in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
                 if isinstance(x, torch.Tensor):
                     storage = x.untyped_storage()
                     self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
@@ -355,7 +360,7 @@ def measure():
 
         if lanes is not None:
             lanes.begin_step()
-        with Sent() as sent, Living() as living:
+        with Living() as living:
             schedule = StepSchedule(training.segments, together)
             runner = MicrobatchRunner(model, [read], 1.0, schedule, lanes, model.forward_context)
             for n, operation in enumerate(schedule.operations(mesh.pipeline_rank, run.layout.pipeline, 1)):
@@ -366,7 +371,7 @@ def measure():
                 if together - 2 <= n <= together + 1 and operation.kind != "backward":
                     found[operation.kind] = max(found[operation.kind], living.nbytes(known | taken_back()))
             runner.finish()
-        found["sent"], found["handed on"] = sent.bytes, Counter()
+        found["sent"], found["handed on"] = living.bytes, Counter()
         for (what, name), n in model.link.sent.items():
             if "bytes" in what:
                 found["handed on"]["around" if name == "all recurrences" else what.removesuffix(" bytes")] += n
