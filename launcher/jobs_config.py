@@ -172,5 +172,11 @@ class JobsConfig(_Settings):
     )
     node_timeout_s: float = Field(60.0, gt=0, description="seconds without a heartbeat after which a node counts as dead")
     evaluate: bool = Field(False, description="evaluate each new checkpoint in a job of its own (one node, one rank)")
+    evaluations: tuple[str, ...] = Field(
+        ("",),
+        min_length=1,
+        description="what such a job runs, one after the other: options of `baton eval`, such as '--tasks arc_easy,piqa' or "
+        "'--data /data/pg19 --length 65536'; '': the run's own validation set",
+    )
     evaluate_time: Annotated[str, AfterValidator(_duration)] = Field("01:00:00", description="time limit of an evaluation job")
     hooks: HooksConfig = Field(default_factory=HooksConfig)

@@ -18,8 +18,11 @@ set -u
 cd {chdir} || exit 2
 export USER="${{USER:-$(id -un)}}"
 {environment}
-exec srun --ntasks=1 {container}{python} -P -m baton.launcher.cli eval {run} --step "$1"
+status=0
+{evaluations}
+exit "$status"
 """
+EVALUATION = 'srun --ntasks=1 {container}{python} -P -m baton.launcher.cli eval {run} --step "$1"{options} || status=$?'
 
 
 def render(config: RunConfig, cluster: Cluster, *, where: Path, python: str, container: str) -> str:
@@ -38,12 +41,12 @@ def render(config: RunConfig, cluster: Cluster, *, where: Path, python: str, con
         f"--output={shlex.quote(str(config.folder / 'evaluations' / 'slurm-%j.out'))}",
     ]
     heading = f"# Evaluates a checkpoint of the Baton run {config.name}. Written by `baton submit`."
+    run, python = shlex.quote(str(config.folder)), shlex.quote(slurm.python or python)
+    lines = [" ".join(["", *map(shlex.quote, shlex.split(line))]) for line in config.jobs.evaluations]
     body = BODY.format(
         name=NAME,
         chdir=shlex.quote(str(where)),
         environment="\n".join(environment(slurm)),
-        container=container,
-        python=shlex.quote(slurm.python or python),
-        run=shlex.quote(str(config.folder)),
+        evaluations="\n".join(EVALUATION.format(container=container, python=python, run=run, options=options) for options in lines),
     )
     return "\n".join(["#!/bin/bash", heading, *(f"#SBATCH {option}" for option in options)]) + "\n" + body

@@ -1,7 +1,11 @@
 """`baton eval`: evaluates a checkpoint on its run's validation set, other data, lm-eval's tasks, or questions about long texts."""
 
 import argparse
+import shlex
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_int, positive_int
 
@@ -34,6 +38,35 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--batch", type=positive_int, default=16, metavar="N", help="rows evaluated together (default 16)")
     parser.add_argument("--out", type=Path, help="the file that gets a row (default RUN/evaluations.jsonl)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+
+class _Lines(argparse.ArgumentParser):
+    """Raises ConfigError where another parser ends the process."""
+
+    def error(self, message: str) -> NoReturn:
+        from baton.launcher.errors import ConfigError
+
+        raise ConfigError(message)
+
+
+def check_evaluations(lines: Iterable[str]) -> None:
+    """Raises ConfigError for a line of jobs.evaluations that `baton eval` would refuse whatever the checkpoint."""
+    from baton.launcher.errors import ConfigError
+
+    parser: argparse.ArgumentParser = _Lines(add_help=False)
+    add(parser.add_subparsers())
+    for line in lines:
+        try:
+            found = parser.parse_args(["eval", "RUN", *shlex.split(line)])
+        except (ConfigError, ValueError) as error:
+            raise ConfigError(f"jobs.evaluations: {line!r}: {error}; give options of `baton eval`, quoted as in a shell") from None
+        if found.step is not None:
+            raise ConfigError(f"jobs.evaluations: {line!r}: --step is the new checkpoint's; leave it out")
+        if found.tasks is not None and find_spec("lm_eval") is None:
+            raise ConfigError(f"jobs.evaluations: {line!r}: lm_eval is not installed; pip install 'baton-lm[eval]'")
+        for path in (found.include, found.text, found.data and Path(found.data)):
+            if path is not None and not path.exists():
+                raise ConfigError(f"jobs.evaluations: {line!r}: {path}: no such file or folder")
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from baton.launcher.cli.arguments import CHANGE_HELP, Subparsers, add_command, add_run_file, load_run
+from baton.launcher.cli.evaluate import check_evaluations
 
 
 def add(commands: Subparsers) -> None:
@@ -26,6 +27,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from baton.slurm import command, submit
 
     config, cluster = load_run(arguments), load_cluster(arguments.cluster)
+    check_evaluations(config.jobs.evaluations if config.jobs.evaluate else ())
     submission = submit.prepare(config, cluster, arguments.nodes, change=arguments.change)
     plan = make_plan(with_known_vocabulary(config), cluster)
     if arguments.dry_run:

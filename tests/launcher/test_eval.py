@@ -350,3 +350,24 @@ def test_without_lm_eval_the_way_to_it_is_said(harness, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["eval", str(root / "model"), "--tasks", "x"]) == 2
     assert "is not installed; pip install 'baton-lm[eval]'" in capsys.readouterr().err
+
+
+REFUSED = {
+    "arc_easy": "unrecognized arguments: arc_easy",
+    "--batch 0": "argument --batch: 0 is not positive",
+    "--tasks arc_easy --data here": "argument --data: not allowed with argument --tasks",
+    "--text 'a book": "No closing quotation",
+    "--step 3": "--step is the new checkpoint's; leave it out",
+    "--data no/where": "no/where: no such file or folder",
+    "--long-context needle --text away.txt": "away.txt: no such file or folder",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_an_evaluation_job_could_not_do_is_refused_with_the_run(line, here, capsys):
+    """Not hours later, when there is a checkpoint."""
+    words = ["jobs.evaluate=true", f"jobs.evaluations={json.dumps(['', line])}"]
+    assert main(["submit", str(here.run), *words, "--cluster", "sandbox", "--dry-run"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"baton: jobs.evaluations: {line!r}: ")
+    assert REFUSED[line] in said

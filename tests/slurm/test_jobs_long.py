@@ -162,13 +162,17 @@ def test_requeue_refused_by_slurm_falls_back_to_a_chain(submit, expected):
     assert len({row["job"] for row in job.rows("attempt")}) == 2
 
 
-def test_each_checkpoint_is_evaluated_in_a_job_of_its_own(submit, expected):
-    job = submit("jobs.evaluate=true", "training.checkpoint.every=50")
+def test_each_checkpoint_is_evaluated_in_a_job_of_its_own(submit, expected, corpus):
+    """On its validation set, and as another line of options says."""
+    lines = f"['', '--data {corpus.data['path']} --tokens 640 --by-position']"
+    job = submit("jobs.evaluate=true", f"jobs.evaluations={lines}", "training.checkpoint.every=50")
     assert job.wait() == Exit.DONE
     expected.check(job)
     sheet = job.folder / "evaluations.jsonl"
-    wait_until(lambda: sheet.exists() and len(sheet.read_text().splitlines()) == 3, "three evaluations")
-    found = {row["step"]: row for row in map(json.loads, sheet.read_text().splitlines())}
+    wait_until(lambda: sheet.exists() and len(sheet.read_text().splitlines()) == 6, "six evaluations")
+    rows = list(map(json.loads, sheet.read_text().splitlines()))
+    found = {row["step"]: row for row in rows if "data" not in row}
+    assert {row["step"] for row in rows if "by_position" in row} == set(found)
     own = {row["step"]: row for row in read_metrics(job.folder / "metrics.jsonl") if row["kind"] == "evaluation"}
     assert set(found) == {50, 100, 150} == set(own)
     for step, row in own.items():

@@ -59,13 +59,15 @@ def script(cluster: Cluster, *words: str) -> str:
     return render(config, cluster, Nodes(count, count), **PLACES)
 
 
-def of_checkpoint(cluster: Cluster) -> str:
-    return evaluation.render(configuration(cluster), cluster, **PLACES, container=in_container(cluster.slurm))
+def of_checkpoint(cluster: Cluster, *words: str) -> str:
+    return evaluation.render(configuration(cluster, *words), cluster, **PLACES, container=in_container(cluster.slurm))
 
 
 SCRIPTS = {name: script(cluster) for name, cluster in CASES.items()}
 SCRIPTS["h100-evaluate"] = script(CASES["h100"], "jobs.evaluate=true")
 SCRIPTS |= {f"evaluation-{name}": of_checkpoint(CASES[name]) for name in ("h100", "h100-container", "a100-apptainer", "sandbox")}
+SEVERAL = "jobs.evaluations=['', '--tasks arc_easy,piqa --shots 5', \"--data '/data/Project Gutenberg' --length 65536\"]"
+SCRIPTS["evaluation-several"] = of_checkpoint(CASES["h100"], SEVERAL)
 
 
 def test_every_shipped_cluster_has_a_golden_file():
