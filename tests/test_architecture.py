@@ -2,7 +2,7 @@
 
 import ast
 import fnmatch
-import importlib
+import importlib.util
 import io
 import re
 import shutil
@@ -469,3 +469,17 @@ def test_every_term_is_where_the_glossary_says():
         if not path.is_file() or not (path.stem == name or re.search(rf"\b{re.escape(name)}\b", path.read_text(encoding="utf-8"))):
             missing.append(f"{term}: {name} in {file}")
     assert missing == []
+
+
+IMPORT = re.compile(r"^[ \t]+from (baton(?:\.\w+)*) import (\w+)$", re.MULTILINE)
+
+
+def test_what_programs_in_strings_import_is_there():
+    """Those that a test hands to another process fail in silence where they only prepare it."""
+    missing = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for module, name in IMPORT.findall(path.read_text()):
+            found = importlib.import_module(module)
+            if not hasattr(found, name) and importlib.util.find_spec(f"{module}.{name}") is None:
+                missing.append(f"{path.relative_to(ROOT)}: from {module} import {name}")
+    assert not missing

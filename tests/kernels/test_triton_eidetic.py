@@ -163,8 +163,8 @@ def test_gradients_of_what_lies_side_by_side_do_too(sliding):
     tensor.
     """
     recurrence = EideticAttention(20, 0 if sliding else 3, 18, sliding)
-    (q, *keyed, score), _ = recurrence.example(seeded(0), 2, 47, torch.float32, wide=True)
-    score, pos, groups = score.to(DEVICE), positions(seeded(1), 2, 47, 0.02).to(DEVICE), keyed[0].shape[2]
+    (q, *keyed, score), _ = recurrence.example(seeded(0), 2, 31, torch.float32, wide=True)
+    score, pos, groups = score.to(DEVICE), positions(seeded(1), 2, 31, 0.02).to(DEVICE), keyed[0].shape[2]
     options = Options(20, recurrence.n_fading, 18, sliding, 0.4)
     both = [torch.cat(keyed[n : n + 2], dim=2).to(DEVICE) for n in (0, 2)]
     found = []
@@ -186,9 +186,9 @@ def test_gradients_of_what_lies_side_by_side_do_too(sliding):
 def test_rows_that_nothing_was_read_into_need_not_be_there(sliding):
     """Bitwise: outputs, final State and gradients."""
     recurrence = EideticAttention(20, 0 if sliding else 3, 18, sliding)
-    (*inputs, score), _ = recurrence.example(seeded(0), 2, 47, torch.float32, wide=False)
+    (*inputs, score), _ = recurrence.example(seeded(0), 2, 31, torch.float32, wide=False)
     inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
-    score, pos = score.to(DEVICE), positions(seeded(1), 2, 47, 0.02).to(DEVICE)
+    score, pos = score.to(DEVICE), positions(seeded(1), 2, 31, 0.02).to(DEVICE)
     options = Options(20, recurrence.n_fading, 18, sliding, 0.4)
     state = recurrence.initial((*inputs, score))
 

@@ -4,6 +4,7 @@ jobs."""
 import os
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,17 @@ def submit(slurm, corpus, tmp_path, cluster_file):
     yield start
     for job in started:
         job.end()
+
+
+@pytest.fixture
+def patched(tmp_path, monkeypatch):
+    """A function: lines of Python that every process of a job runs before it starts; one in which they fail ends at once."""
+
+    def patch(text: str) -> None:
+        (tmp_path / "site").mkdir()
+        lines = "import os, traceback\ntry:\n" + textwrap.indent(text, "    ")
+        lines += "\nexcept BaseException:\n    traceback.print_exc()\n    os._exit(1)\n"
+        (tmp_path / "site" / "sitecustomize.py").write_text(lines)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+
+    return patch

@@ -17,18 +17,6 @@ from baton.slurm.exits import Exit
 pytestmark = [pytest.mark.long_slurm, pytest.mark.timeout(600)]
 
 
-@pytest.fixture
-def patched(tmp_path, monkeypatch):
-    """A function: lines of Python that each rank runs before it starts."""
-
-    def patch(text: str) -> None:
-        (tmp_path / "site").mkdir()
-        (tmp_path / "site" / "sitecustomize.py").write_text(text)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-
-    return patch
-
-
 SAVES_LONG = """
 import os, time
 
@@ -72,12 +60,12 @@ import os, time
 
 if "BATON_START" in os.environ:
     from baton.parallel import mesh
-    from baton.training import stopping
+    from baton.training import preemption
 
     initialize = mesh.initialize
 
     def slow(*words, **named):
-        while not stopping.asked():
+        while not preemption.stop_requested():
             time.sleep(0.1)
         return initialize(*words, **named)
 

@@ -21,13 +21,6 @@ from baton.training.monitoring.metrics import read_metrics
 pytestmark = [pytest.mark.long_slurm, pytest.mark.timeout(600)]
 
 
-def slowly(tmp_path: Path, seconds: float, monkeypatch) -> None:
-    """Steps that take longer: what a job's environment hands on reaches its ranks, and there a sitecustomize."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(SLOW.replace("SECONDS", str(seconds)))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-
-
 SLOW = """
 import os, time
 
@@ -52,9 +45,9 @@ def adds_up(job) -> None:
     assert sum(found.seconds.values()) == pytest.approx(max(rows) - min(rows), rel=0.01)
 
 
-def test_a_real_time_limit(submit, expected, tmp_path, monkeypatch):
+def test_a_real_time_limit(submit, expected, patched):
     """SLURM looks at limits every half minute, and may warn a minute early: nothing is said of when."""
-    slowly(tmp_path, 0.8, monkeypatch)
+    patched(SLOW.replace("SECONDS", "0.8"))
     job = submit("jobs.max_failures_without_progress=1000", time="2", warning_s=60, save_timeout_s=40)
     while not job.rows("stopped"):  # on a busy machine a start takes most of a job's time
         seen = len(job.rows("end"))
@@ -112,10 +105,8 @@ if "BATON_START" in os.environ:
 """
 
 
-def test_a_run_that_makes_no_progress_stops_its_own_chain(submit, expected, tmp_path, monkeypatch):
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(BROKEN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+def test_a_run_that_makes_no_progress_stops_its_own_chain(submit, expected, tmp_path, patched):
+    patched(BROKEN)
     job = submit("training.checkpoint.every=1000", 'jobs.hooks.finish=echo "$BATON_EVENT $BATON_TEXT" >> hooks')
     assert job.wait() == Exit.NO_PROGRESS
     sentence = job.rows("stopped")[0]["reason"]
@@ -270,11 +261,9 @@ def test_in_a_container_that_does_not_know_slurm(submit, expected, tmp_path):
     wait_until(lambda: sheet.exists() and len(sheet.read_text().splitlines()) == 3, "three evaluations")
 
 
-def test_saving_that_hangs_ends_in_time(submit, expected, tmp_path, monkeypatch):
+def test_saving_that_hangs_ends_in_time(submit, expected, tmp_path, patched):
     """Ranks are killed after save_timeout_s, and the run goes on from the checkpoint before."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(HANGS.replace("MARK", repr(str(tmp_path / "hung"))))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    patched(HANGS.replace("MARK", repr(str(tmp_path / "hung"))))
     job = submit("jobs.hang_timeout_s=50", warning_s=30, save_timeout_s=4)
     job.wait_for_step(25)
     (number,) = job.ids("running")
@@ -290,13 +279,13 @@ HANGS = """
 import os, time
 
 if "BATON_START" in os.environ and not os.path.exists(MARK):
-    from baton.training import stopping
+    from baton.training import preemption
     from baton.training.checkpoint.store import CheckpointStore
 
     save = CheckpointStore.save
 
     def hangs(store, *words):
-        if os.environ["RANK"] == "1" and stopping.asked():
+        if preemption.stop_requested():  # of one rank at least; others may know from it that a stop is wanted
             open(MARK, "w").close()
             time.sleep(1000)
         return save(store, *words)
