@@ -14,7 +14,6 @@ from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.packing import (
     IGNORE_INDEX,
     AnyIds,
-    Batch,
     DocCursor,
     NumpyBatch,
     check_tokenizer,
@@ -42,6 +41,84 @@ class EvaluationSet:
         return cls(batches, *(sum(getattr(part, name) for part in parts) for name in ("text_bytes", "tokens", "documents")))
 
 
+class EvaluationStream:
+    """Whole documents of `split` in index order, as many as fit in `max_tokens` labels (at least one; None: all), cut into windows
+    of `sequence_length`, `micro_batch_size` at a time. One batch and one document are in memory.
+
+    The last window is padded with label -1, and windows that hold nothing else complete the last batch. pos is the place in the
+    document also where a window begins inside one.
+
+    Attributes, of the batches so far: tokens, text_bytes and documents, as of EvaluationSet.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: Tokenizer,
+        *,
+        split: str = "validation",
+        sequence_length: int,
+        micro_batch_size: int,
+        max_tokens: int | None = None,
+    ) -> None:
+        """Raises DataError: no such split, another tokenizer's ids, an impossible size."""
+        if min(sequence_length, micro_batch_size, 1 if max_tokens is None else max_tokens) < 1:
+            raise DataError("sequence_length, micro_batch_size and max_tokens must be at least 1")
+        check_tokenizer(dataset, tokenizer)
+        dataset.require(split)
+        self.tokens = self.text_bytes = self.documents = 0
+        self._dataset, self._tokenizer, self._split, self._max_tokens = dataset, tokenizer, split, max_tokens
+        self._shape = micro_batch_size, sequence_length
+
+    @property
+    def batches(self) -> Iterator[NumpyBatch]:
+        """Raises DataError: damaged data."""
+        rows, width = self._shape
+        batch, row, column = self.padding(), 0, 0
+        for pieces in self._documents():
+            document = DocCursor(iter(pieces), 0, self._tokenizer.eod_id)
+            while not document.over:
+                column = document.fill(batch, row, column)
+                if column == width:
+                    row, column = row + 1, 0
+                if row == rows:
+                    yield batch
+                    batch, row = self.padding(), 0
+        if column:
+            batch.pos[row, column:] = np.arange(width - column)
+        if row or column:
+            yield batch
+
+    def padding(self) -> NumpyBatch:
+        """A batch without labels. It looks like documents of EOD tokens, and is never one that goes on."""
+        batch = empty_batch(*self._shape, ())
+        batch.tokens[:] = self._tokenizer.eod_id
+        batch.labels[:] = IGNORE_INDEX
+        batch.pos[:] = np.arange(self._shape[1])
+        return batch
+
+    def _documents(self) -> Iterator[list[AnyIds]]:
+        """Token ids of a document, in pieces."""
+        for shard, sample, payload in self._dataset.samples_short(self._split):
+            document, count = [], 1  # the EOD label
+            for ids in token_chunks(self._dataset, self._tokenizer, shard, sample, payload):
+                document.append(ids)
+                count += len(ids)
+                if self._exceeds(count):
+                    return  # however long it is
+            if self._exceeds(count):
+                return
+            self.tokens, self.documents = self.tokens + count, self.documents + 1
+            self.text_bytes += int(self._dataset.index(shard).text_bytes[sample])
+            yield document
+            if self._max_tokens is not None and self.tokens >= self._max_tokens:
+                return
+
+    def _exceeds(self, count: int) -> bool:
+        """Whether a document of so many labels is one too many."""
+        return self._max_tokens is not None and self.documents > 0 and self.tokens + count > self._max_tokens
+
+
 def evaluation_batches(
     dataset: Dataset,
     tokenizer: Tokenizer,
@@ -53,53 +130,22 @@ def evaluation_batches(
     data_rank: int,
     data_size: int,
 ) -> EvaluationSet:
-    """Whole documents of `split` in index order, as many as fit in `max_tokens` labels (at least one), cut into windows of
-    `context`.
+    """A data rank's share of an EvaluationStream's batches, in memory; batches without labels complete the last round of ranks.
 
-    The last window is padded with label -1, and windows that hold nothing else complete the last round of micro-batches of
-    `micro_batch_size` windows over `data_size` ranks. pos is the place in the document also where a window begins inside one.
     Raises DataError: no such split, another tokenizer's ids, an impossible size, damaged data.
     """
-    if min(sequence_length, micro_batch_size, max_tokens, data_size) < 1 or not 0 <= data_rank < data_size:
-        raise DataError(
-            "sequence_length, micro_batch_size, max_tokens and data_size must be at least 1, and data_rank one of the data ranks"
-        )
-    check_tokenizer(dataset, tokenizer)
-    chosen: list[list[AnyIds]] = []
-    tokens = text_bytes = 0
-    for shard, sample, payload in dataset.samples_short(split):
-        document, count = [], 1  # the EOD label
-        for ids in token_chunks(dataset, tokenizer, shard, sample, payload):
-            document.append(ids)
-            count += len(ids)
-            if chosen and tokens + count > max_tokens:
-                break  # however long it is
-        if chosen and tokens + count > max_tokens:
-            break
-        chosen.append(document)
-        tokens += count
-        text_bytes += int(dataset.index(shard).text_bytes[sample])
-        if tokens >= max_tokens:
-            break
-    rounds = -(-tokens // (sequence_length * micro_batch_size * data_size))
-    windows = empty_batch(rounds * micro_batch_size * data_size, sequence_length, ())
-    windows.tokens[:] = tokenizer.eod_id
-    windows.labels[:] = IGNORE_INDEX
-    windows.pos[:] = np.arange(sequence_length)  # padding looks like a document, and is never one that goes on
-    row = column = 0
-    for pieces in chosen:
-        opened = DocCursor(iter(pieces), 0, tokenizer.eod_id)
-        while not opened.over:
-            column = opened.fill(windows, row, column)
-            if column == sequence_length:
-                row, column = row + 1, 0
-    if column:
-        windows.pos[row, column:] = np.arange(sequence_length - column)
-    batches = []
-    for start in range(data_rank * micro_batch_size, len(windows.tokens), data_size * micro_batch_size):
-        rows = slice(start, start + micro_batch_size)
-        batches.append(Batch(windows.tokens[rows], windows.labels[rows], windows.pos[rows], ()))
-    return EvaluationSet(batches, text_bytes, tokens, len(chosen))
+    if data_size < 1 or not 0 <= data_rank < data_size:
+        raise DataError("data_size must be at least 1, and data_rank one of the data ranks")
+    sizes = {"sequence_length": sequence_length, "micro_batch_size": micro_batch_size, "max_tokens": max_tokens}
+    stream = EvaluationStream(dataset, tokenizer, split=split, **sizes)
+    batches, count = [], 0
+    for number, batch in enumerate(stream.batches):
+        count = number + 1
+        if number % data_size == data_rank:
+            batches.append(batch)
+    if len(batches) < -(-count // data_size):
+        batches.append(stream.padding())
+    return EvaluationSet(batches, stream.text_bytes, stream.tokens, stream.documents)
 
 
 def documents(dataset: Dataset, split: str, tokenizer: Tokenizer | None = None) -> Iterator[str]:

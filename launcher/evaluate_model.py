@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.data_pipeline.dataset import Dataset
-from baton.data_pipeline.evaluation import evaluation_batches
+from baton.data_pipeline.evaluation import EvaluationStream
 from baton.launcher.errors import ConfigError
 from baton.launcher.evaluate import NAME, sheet_of
 from baton.launcher.inputs import read_text
@@ -15,9 +15,6 @@ from baton.launcher.run_directory import read_config
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.evaluation.loaded_model import LoadedModel
 from baton.training.evaluation.windows import evaluate_windows
-
-ALL = 1 << 62
-"""More labels than a split has."""
 
 
 def evaluate_data(
@@ -45,15 +42,8 @@ def evaluate_data(
     sheet = sheet_of(folder, out)
     loaded = _loaded(place, checkpoint, step, device)
     assert loaded.tokenizer is not None
-    chosen = evaluation_batches(
-        dataset,
-        loaded.tokenizer,
-        split=split,
-        sequence_length=length,
-        micro_batch_size=batch,
-        max_tokens=tokens or ALL,
-        data_rank=0,
-        data_size=1,
+    chosen = EvaluationStream(
+        dataset, loaded.tokenizer, split=split, sequence_length=length, micro_batch_size=batch, max_tokens=tokens
     )
     found = evaluate_windows(loaded.model, chosen)
     about = {**row, "data": data, "split": split, "length": length, "documents": chosen.documents}

@@ -5,7 +5,7 @@ import pytest
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.evaluation import documents, evaluation_batches
+from baton.data_pipeline.evaluation import EvaluationStream, documents, evaluation_batches
 from baton.data_pipeline.prepare import prepare
 
 
@@ -47,6 +47,20 @@ def test_the_set_ends_with_the_last_document_that_fits(dataset, tokenizer):
         (chosen,) = collect(dataset, tokenizer, data_size=1, max_tokens=limit)
         expected = max(1, sum(np.cumsum(lengths) <= limit))
         assert (chosen.documents, chosen.tokens) == (expected, sum(lengths[:expected]))
+
+
+def test_a_stream_holds_one_batch_and_reads_no_further(dataset, tokenizer):
+    stream = EvaluationStream(dataset, tokenizer, sequence_length=8, micro_batch_size=2)
+    batches = stream.batches
+    first = next(batches)
+    assert 0 < stream.tokens < sum(len(tokenizer.encode(text)) + 1 for text in documents(dataset, "validation"))
+    kept = first.labels.copy()
+    rest = list(batches)
+    assert stream.documents == len(list(documents(dataset, "validation")))
+    np.testing.assert_array_equal(first.labels, kept)
+    (whole,) = collect(dataset, tokenizer, data_size=1, sequence_length=8, max_tokens=10**9)
+    for one, other in zip([first, *rest], whole.batches, strict=True):
+        np.testing.assert_array_equal(one.labels, other.labels)
 
 
 def test_a_missing_split_says_what_to_do(corpus, tokenizer, tmp_path, quiet):
