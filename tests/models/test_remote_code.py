@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import venv
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -193,6 +195,63 @@ def test_neither_baton_nor_what_it_trains_with_is_needed(tmp_path):
     with torch.no_grad():
         expected = ours.logits(ours(torch.arange(20)[None] % VOCAB, torch.arange(20, dtype=torch.int32)[None])[0])[..., :VOCAB]
     assert relative_error(torch.load(tmp_path / "logits.pt"), expected) <= 1e-5
+
+
+FRESH = """
+import json, sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+given, found = json.load(open(sys.argv[1])), {}
+for case, folder in given["folders"].items():
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    ids, mask = torch.tensor(given["ids"]), torch.tensor(given["mask"])
+    words = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with torch.no_grad():
+        logits = model(torch.tensor(given["tokens"])).logits
+    many = model.generate(ids, attention_mask=mask, **words)[:, ids.shape[1]:].tolist()
+    one = torch.tensor([given["one"]])
+    found[case] = {"logits": logits, "many": many, "one": model.generate(one, **words)[0, one.shape[1]:].tolist()}
+torch.save(found, sys.argv[2])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_in_an_environment_of_its_own_a_model_needs_torch_transformers_and_safetensors(tmp_path):
+    """Which pip installs beside nothing else: logits, and greedy text of one prompt and of eight that are padded."""
+    g, built = seeded(2), {}
+    prompts = [torch.randint(VOCAB, (length,), generator=g).tolist() for length in (11, 3, 1, 7, 17, 5, 2, 9)]
+    tokens, width = torch.randint(VOCAB, (2, 25), generator=g), max(map(len, prompts))
+    for number, case in enumerate(CASES):
+        model = model_of(case)
+        built[case], weights = ours_of(model)
+        write(model, weights, tmp_path / str(number))
+    given = {
+        "folders": {case: str(tmp_path / str(number)) for number, case in enumerate(CASES)},
+        "tokens": tokens.tolist(),
+        "one": prompts[0],
+        "ids": [[5] * (width - len(prompt)) + prompt for prompt in prompts],
+        "mask": [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts],
+    }
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    wanted = [f"{name}=={version(name).partition('+')[0]}" for name in ("torch", "transformers", "safetensors")]
+    subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, "-P", "-c", FRESH, tmp_path / "given.json", tmp_path / "found.pt"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment | {"HF_HOME": str(tmp_path / "hub")})
+    assert ended.returncode == 0, ended.stderr
+    found = torch.load(tmp_path / "found.pt")
+    assert found.keys() == CASES.keys()
+    for case, ours in built.items():
+        with torch.no_grad():
+            expected = ours.logits(ours(tokens, torch.arange(25, dtype=torch.int32).expand(2, -1))[0])[..., :VOCAB]
+        assert relative_error(found[case]["logits"], expected) <= 1e-5, case
+        texts = generate(ours, prompts, tokens=12, vocab_size=VOCAB, stop=None, sampling=Sampling(0))
+        assert (found[case]["many"], found[case]["one"]) == (texts, texts[0]), case
 
 
 def test_installed_kernels_take_the_same_arguments(monkeypatch, tmp_path):
