@@ -26,6 +26,11 @@ def unit(x: Tensor, eps: float, *, precise: torch.dtype, dtype: torch.dtype) -> 
     return rms_norm(x, cached_constants.full(width, width**-0.5, precise, x.device), eps / width, dtype=dtype)
 
 
+def unweighted(x: Tensor, eps: float, *, precise: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, computed in `precise` (fp32) and rounded once, to dtype."""
+    return rms_norm(x, cached_constants.full(x.shape[-1], 1.0, precise, x.device), eps, dtype=dtype)
+
+
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in the weight's type (fp32)."""
 

@@ -8,6 +8,7 @@ Shapes: B batch, T time, M d_model, D this rank's channels, N d_state, R rank of
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -52,6 +53,11 @@ class SSMBlock(Mixer):
         The recurrence adds dt_bias to dt in fp32: rounding the sum to bf16 would move Mamba's step sizes in jumps of 3 %.
         """
 
+    def shared_inputs(self, projected: Tensor) -> Sequence[Tensor]:
+        """The step sizes' low-rank code [B, T, R], B and C [B, T, N] of what x_proj gives."""
+        rank, d_state = self.config.step_rank(self.context.d_model), self.config.d_state
+        return projected.split([rank, d_state, d_state], dim=-1)
+
     def _or_zeros(self, name: str) -> Tensor:
         """The parameter [D], or zeros where the settings leave it out: the kernels read one in any case."""
         like, parameter = self.conv_bias, self._parameters.get(name)
@@ -60,7 +66,7 @@ class SSMBlock(Mixer):
     def forward(
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
-        config, rank, d_state = self.config, self.config.step_rank(self.context.d_model), self.config.d_state
+        config = self.config
         # with a link the convolution's tail may come from another rank, which recomputation would have to ask again
         selective = self.context.selective_recompute and forward_context.link is None
         x_BTD, z_BTD = self.in_proj(x_BTM, self.in_proj.local_splits)
@@ -72,7 +78,7 @@ class SSMBlock(Mixer):
             x_BTD, projected = self.x_proj(x_BTD, return_input=True)
             # every rank's channels use the same dt code, B and C: their gradient is summed once for all three
             projected = copy_to_tensor_group(projected)
-            dt_low_rank_BTR, B_BTN, C_BTN = projected.split([rank, d_state, d_state], dim=-1)
+            dt_low_rank_BTR, B_BTN, C_BTN = self.shared_inputs(projected)
             dt_proj = self.get_submodule(f"{config.step_name}_proj")
             dt_BTD = dt_proj(dt_low_rank_BTR)
             D_D, dt_bias_D = self._or_zeros("D"), self._or_zeros(f"{config.step_name}_bias")

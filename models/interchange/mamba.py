@@ -70,12 +70,17 @@ class Mamba(_StateSpace):
     def config(self, model: ModelConfig) -> dict[str, Any]:
         (mamba,) = model.mixers.values()
         assert isinstance(mamba, MambaConfig)
-        if not mamba.skip or mamba.discretization != "euler":
-            raise InterchangeError("skip=false and discretization=zoh are not in this format")
         return self._config(model, mamba) | {
             "time_step_rank": mamba.step_rank(model.d_model),
             "intermediate_size": mamba.expand * model.d_model,
         }
+
+    def fits(self, model: ModelConfig) -> bool:
+        return super().fits(model) and all(self._says(mamba) for mamba in model.mixers.values())
+
+    def _says(self, mamba: Any) -> bool:
+        """Whether the format has a form for these settings."""
+        return mamba.skip and mamba.discretization == "euler" and mamba.projection_norm_eps is None
 
     def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
         (name,) = model.layers[number]
@@ -94,6 +99,25 @@ class Mamba(_StateSpace):
         yield one(f"{theirs}.A_log", f"{ours}.A_log", inner, state)
         yield one(f"{theirs}.D", f"{ours}.D", inner)
         yield one(f"{theirs}.out_proj.weight", f"{ours}.out_proj.weight", width, inner)
+
+
+class FalconMamba(Mamba):
+    library = "transformers, FalconMambaForCausalLM"
+    architectures: ClassVar[tuple[str, ...]] = ("FalconMambaForCausalLM",)
+    model_type = "falcon_mamba"
+
+    def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().model(config)
+        found["mixers"]["mamba"]["projection_norm_eps"] = config.get("mixer_rms_eps", 1e-6)
+        return found
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        (mamba,) = model.mixers.values()
+        assert isinstance(mamba, MambaConfig)
+        return super().config(model) | {"mixer_rms_eps": mamba.projection_norm_eps}
+
+    def _says(self, mamba: Any) -> bool:
+        return mamba.projection_norm_eps is not None and super()._says(mamba.model_copy(update={"projection_norm_eps": None}))
 
 
 class Mamba2(_StateSpace):

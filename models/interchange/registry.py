@@ -7,13 +7,14 @@ from baton.models.config import ModelConfig
 from baton.models.interchange.family import Family
 from baton.models.interchange.fla import FlaDeltaNet, FlaGatedDeltaNet, FlaGLA, FlaGSA, FlaRetNet, FlaTransformer
 from baton.models.interchange.llama import Llama, Mistral, Qwen2, Qwen3
-from baton.models.interchange.mamba import Mamba, Mamba2
+from baton.models.interchange.mamba import FalconMamba, Mamba, Mamba2
 from baton.models.interchange.mamba_ssm import ReleasedMamba, ReleasedMamba2
 from baton.models.interchange.mapping import InterchangeError
 from baton.models.interchange.remote.export import BatonFamily
 
 FAMILIES: tuple[Family, ...] = (
     Mamba(),
+    FalconMamba(),
     Mamba2(),
     Llama(),
     Mistral(),

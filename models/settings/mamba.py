@@ -31,6 +31,12 @@ class MambaConfig(SSMBlockConfig):
     discretization: Literal["euler", "zoh"] = Field(
         "euler", description="discretization of the input matrix B; euler as in the released code, zoh: zero-order hold"
     )
+    projection_norm_eps: float | None = Field(
+        None,
+        gt=0,
+        description="epsilon of RMS norms without weights over the step sizes' low-rank code, over B and over C, as in FalconMamba "
+        "(Zuo et al. 2024), where it is 1e-6; null: no such norms, as in Mamba",
+    )
 
     @model_validator(mode="after")
     def _step_sizes_are_in_order(self) -> "MambaConfig":
@@ -58,9 +64,18 @@ class MambaConfig(SSMBlockConfig):
     def activation_costs(self, d_model: int) -> MixerCosts:
         # FLOPs per element of the state besides the exponential: its argument 1, input term 2, update 2, output 2
         costs, inner = self.skeleton_costs(d_model, EXP_FLOPS + 7), self.expand * d_model
-        saved = (
+        saved: tuple[SavedTensor, ...] = (
             # softplus saves its input; A = -exp(A_log) saves the exponential and its negative
             SavedTensor("step sizes before softplus", inner, "float32", in_recurrence="graph"),
             SavedTensor("A", 2 * inner * self.d_state, "float32", per_token=False),
         )
+        if self.projection_norm_eps is not None:
+            code = self.step_rank(d_model) + 2 * self.d_state
+            saved += (
+                # on a GPU contiguous copies of the code, B and C
+                SavedTensor("norms' input", code, "float32", split=False, cast=True, device="cpu"),
+                SavedTensor("norms' input", code, "compute", split=False, device="gpu"),
+                SavedTensor("norms' scale", 3, "float32", split=False),
+                SavedTensor("normalised code, B and C", code, "compute", split=False),
+            )
         return replace(costs, saved=(*costs.saved, *saved))

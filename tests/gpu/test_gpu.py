@@ -138,7 +138,7 @@ def test_training_on_gpus_equals_training_on_the_cpu(pool, gpu_pool, layout):
     assert seen == parameters.keys()
 
 
-@pytest.mark.parametrize("mixer", [*(kind for kind in kinds() if kind != "mamba"), "qwen", "bare", "t2r"])
+@pytest.mark.parametrize("mixer", [*(kind for kind in kinds() if kind != "mamba"), "qwen", "bare", "t2r", "falcon"])
 def test_every_mixer_trains_on_gpus_as_on_the_cpu(pool, gpu_pool, mixer):
     layout = {"tensor": 2, "data": 2} if gpu_pool.size >= 4 else {"data": 1}
     rows, parameters, _ = pool.run(steps, data=1, mixer=mixer)[0]
@@ -234,7 +234,7 @@ def test_equal_runs_give_equal_bits(gpu_pool, compute_dtype):
         assert all(torch.equal(a, b) for a, b in zip(parts, second[2][key])), key
 
 
-@pytest.mark.parametrize("mixer", [*(kind for kind in kinds() if kind != "swiglu"), "t2r"])
+@pytest.mark.parametrize("mixer", [*(kind for kind in kinds() if kind != "swiglu"), "t2r", "falcon"])
 def test_text_is_that_of_the_cpu_and_recorded_steps_write_the_same(mixer):
     g, model = seeded(4), language_model(model_of(mixer), seed=2)
     prompts = [torch.randint(61, (length,), generator=g).tolist() for length in (5, 17, 1, 17)]
@@ -242,7 +242,8 @@ def test_text_is_that_of_the_cpu_and_recorded_steps_write_the_same(mixer):
     expected = generate(model, prompts, **words, sampling=Sampling(0))
     model.cuda()
     recorder = graph_recorder(model)
-    assert (recorder is None) == model_of(mixer).mixers[mixer if mixer != "t2r" else "gsa"].state_grows
+    (settings,) = model_of(mixer).mixers.values()
+    assert (recorder is None) == settings.state_grows
     assert generate(model, prompts, **words, sampling=Sampling(0)) == expected
     for sampling in (Sampling(0), Sampling(0.9), Sampling(1.0, 20, 0.8)):
         plain = generate(model, prompts, **words, sampling=sampling, ended=lambda row, ids: len(ids) == 40 - 9 * row)

@@ -18,6 +18,7 @@ from baton.models.interchange.registry import FAMILIES, family_of_config, family
 CASES = {
     "mamba": ("Mamba", {"state_size": 5, "time_step_rank": 3, "use_mambapy": False, "residual_in_fp32": True}),
     "mamba, a head of its own": ("Mamba", {"state_size": 4, "tie_word_embeddings": False}),
+    "falcon_mamba": ("FalconMamba", {"state_size": 5, "time_step_rank": 3, "use_mambapy": False, "mixer_rms_eps": 1e-3}),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 1, "expand": 2, "chunk_size": 8}),
     "mamba2, tied": (
         "Mamba2",

@@ -32,6 +32,7 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "lattice, all options": ["lattice"],
     "longhorn, as printed": ["longhorn"],
     "mamba, as printed": ["mamba"],
+    "mamba, as printed, normalised projections": ["mamba"],
     "retnet, without a gate": ["retnet"],
     "hybrid": ["mamba", "lattice+swiglu", "bmojo"],
     "another hybrid": ["gated_delta_net*2", "attention+swiglu"],
@@ -51,6 +52,7 @@ SETTINGS = {
     },
     "longhorn, as printed": {"skip": False, "beta_bias": False},
     "mamba, as printed": {"skip": False, "discretization": "zoh"},
+    "mamba, as printed, normalised projections": {"skip": False, "discretization": "zoh", "projection_norm_eps": 1e-3},
 }  # fmt: skip
 VOCAB = 61
 

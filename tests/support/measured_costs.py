@@ -24,6 +24,7 @@ VARIANTS = {
     "attention, norms": ("attention", {"qk_norm": True}),
     "attention, both, without positions": ("attention", {"qkv_bias": True, "qk_norm": True, "rope_theta": None}),
     "mamba, no skip": ("mamba", {"skip": False}),
+    "mamba, normalised projections": ("mamba", {"projection_norm_eps": 1e-6}),
     "longhorn, as printed": ("longhorn", {"skip": False, "beta_bias": False}),
     "bmojo, sliding": ("bmojo", {"fading": "sliding"}),
     "bmojo-f": ("bmojo", {"eidetic": 0}),

@@ -13,26 +13,25 @@ MODEL = ModelConfig(
 SEQUENCES, SEQUENCE_LENGTH = 8, 24
 
 
+OPTIONS = {
+    "bare": {"mamba": {"skip": False, "dt_init": "uniform"}, "longhorn": {"skip": False, "beta_bias": False}},
+    "falcon": {"mamba": {"projection_norm_eps": 1e-6}},
+    "qwen": {"attention": {"qkv_bias": True, "qk_norm": True}},
+    "t2r": {"gsa": {"feature_map": "identity", "value_activation": None, "output_activation": None}},
+}
+"""Models with other optional parts than by default: a layer of each mixer, and its settings."""
+
+
 def model_of(mixer):
     """A small model of the mixer's `small` settings (`MixerConfig.small`). "hybrid": layers with several sub-blocks and an untied
-    head. "bare": gated scans without their optional parts. "qwen": attention with its optional parts. "t2r": GSA without
-    activations."""
+    head. Or a name in OPTIONS."""
     if mixer == "mamba":
         return MODEL
-    pattern = {"hybrid": ["mamba+swiglu", "longhorn"], "bare": ["mamba", "longhorn"], "qwen": ["attention"], "t2r": ["gsa"]}.get(
-        mixer, [mixer]
-    )
+    options = OPTIONS.get(mixer, {})
+    pattern = ["mamba+swiglu", "longhorn"] if mixer == "hybrid" else list(options) or [mixer]
     names = [name for entry in pattern for name in entry.split("+")]
     changes = {"d_model": SMALL_WIDTH, "pattern": pattern, "tie_embeddings": mixer != "hybrid"}
-    mixers = {name: kinds()[name].small() for name in names}
-    if mixer == "bare":
-        left_out = {"mamba": {"skip": False, "dt_init": "uniform"}, "longhorn": {"skip": False, "beta_bias": False}}
-        mixers = {name: settings.model_copy(update=left_out[name]) for name, settings in mixers.items()}
-    if mixer == "qwen":
-        mixers = {"attention": mixers["attention"].model_copy(update={"qkv_bias": True, "qk_norm": True})}
-    if mixer == "t2r":
-        plain = {"feature_map": "identity", "value_activation": None, "output_activation": None}
-        mixers = {"gsa": mixers["gsa"].model_copy(update=plain)}
+    mixers = {name: kinds()[name].small().model_copy(update=options.get(name, {})) for name in names}
     return ModelConfig(**MODEL.model_dump() | changes | {"mixers": mixers})
 
 

@@ -87,6 +87,8 @@ def _of(state: State | None, name: str) -> Tensor | None:
 
 def mamba(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
     inner, z, tail, low_rank, B, C = _ssm_inputs(p, c, x, pos, state)
+    if c["projection_norm_eps"] is not None:
+        low_rank, B, C = (rms_norm(part, None, c["projection_norm_eps"]).to(x.dtype) for part in (low_rank, B, C))
     dt = F.softplus(precise(linear(low_rank, p["dt_proj.weight"])) + p["dt_bias"])
     inputs = precise(inner), dt, -torch.exp(p["A_log"]), precise(B), precise(C), _skip(p, dt)
     y, h = run("selective_scan", *inputs, pos=pos, initial_state=_of(state, "h"), discretization=c["discretization"])
