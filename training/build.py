@@ -1,6 +1,7 @@
 """Builds what a run drives: the model with its initial values, AdamW, and the ZeRO engine."""
 
 import hashlib
+import json
 from dataclasses import dataclass
 
 import torch
@@ -83,8 +84,14 @@ def _link(training: TrainingConfig, mesh: Mesh) -> ContextLink | None:
 
 
 def model_fingerprint(config: ModelConfig) -> str:
-    """SHA-256 of the settings that decide what the model computes. loss_chunk is left out: it does not change results."""
-    return hashlib.sha256(config.model_dump_json(exclude={"loss_chunk"}).encode()).hexdigest()
+    """SHA-256 of the settings that decide what the model computes. loss_chunk is left out: it does not change results.
+
+    So are settings with their default values, so that checkpoints can be resumed by later versions, which have more settings. A
+    default that has changed since is found in the run's config.yaml, which has the values of all settings.
+    """
+    values = config.model_dump(mode="json", exclude={"loss_chunk"}, exclude_defaults=True)
+    kinds = {name: settings.kind for name, settings in config.mixers.items()}
+    return hashlib.sha256(json.dumps([kinds, values], sort_keys=True).encode()).hexdigest()
 
 
 def make_deterministic(training: TrainingConfig) -> None:

@@ -1,0 +1,66 @@
+"""The fingerprint by which a checkpoint knows its model: another model has another, a later version's same model has the same."""
+
+import json
+import os
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.models.config import ModelConfig
+from baton.models.settings import SMALL_WIDTH, kinds
+from baton.training.build import model_fingerprint
+
+KNOWN = Path(__file__).with_name("model_fingerprints.json")
+
+
+def shipped():
+    folder = files("baton.configs") / "models"
+    return {path.name.removesuffix(".yaml"): ModelConfig(**yaml.safe_load(path.read_text())) for path in folder.iterdir()}
+
+
+def test_checkpoints_of_shipped_models_can_still_be_resumed():
+    """A setting that is new has the default that models had before it. If a model is to become another one, or is new:
+    BATON_GOLDEN=1 pytest tests/training/test_model_fingerprint.py, and say so to those who have checkpoints of it."""
+    found = {name: model_fingerprint(model) for name, model in sorted(shipped().items())}
+    if os.environ.get("BATON_GOLDEN"):
+        KNOWN.write_text(json.dumps(found, indent=1) + "\n")
+    assert found == json.loads(KNOWN.read_text())
+
+
+def other_value(value):
+    """None: there is none that is certainly valid."""
+    if isinstance(value, bool):
+        return not value
+    return (2 * value or 1) if isinstance(value, int | float) else None
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_another_setting_is_another_model(kind):
+    def fingerprint(**changes):
+        mixer = kinds()[kind].small().model_copy(update=changes)
+        return model_fingerprint(ModelConfig(d_model=SMALL_WIDTH, n_layers=2, vocab_size=64, pattern=[kind], mixers={kind: mixer}))
+
+    small, seen = kinds()[kind].small(), {fingerprint()}
+    values = {name: other_value(getattr(small, name)) for name in type(small).model_fields}
+    for name, value in values.items():
+        if value is not None:
+            try:
+                found = fingerprint(**{name: value})
+            except ValueError:
+                continue  # not on its own
+            assert found not in seen, name
+            seen.add(found)
+    assert len(seen) > 1
+
+
+def test_kinds_under_one_name_and_sizes_are_told_apart():
+    def fingerprint(kind="mamba", **changes):
+        values = {"d_model": SMALL_WIDTH, "n_layers": 2, "vocab_size": 64, "pattern": ["x"], "mixers": {"x": {"kind": kind}}}
+        return model_fingerprint(ModelConfig(**values | changes))
+
+    found = [fingerprint(), fingerprint("longhorn"), fingerprint(n_layers=3), fingerprint(norm_eps=1e-3)]
+    found.append(fingerprint(tie_embeddings=False))
+    assert len(set(found)) == len(found)
+    assert fingerprint(loss_chunk=8) == fingerprint() == fingerprint(norm_eps=ModelConfig.model_fields["norm_eps"].default)
