@@ -2,7 +2,8 @@
 
 `interpreted_quickly`: the same operations on the same numbers in a third of the time. As it comes, the interpreter replaces the
 functions of `triton.language` again at each call of a device function, although the launch has done that. At each operation it
-makes a table of types and new objects for a block's shape.
+makes a table of types and new objects for a block's shape. And whether a sum or a product of integers overflows it finds out with a
+dozen operations of Triton, whose result it does not look at; here NumPy finds it out, and an overflow ends the kernel.
 
 `errors_corrected`: two things work as on a GPU in every version of Triton.
 - A scalar comparison that is broadcast to a block stays boolean. The interpreter gives a comparison the type of its operands, and a
@@ -11,13 +12,17 @@ makes a table of types and new objects for a block's shape.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
 import triton.language as tl
 from triton._utils import validate_block_shape
+
+
+_WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+"""Operators whose results are looked at, of int64."""
 
 
 @cache
@@ -54,12 +59,23 @@ def _integers(shape: object) -> list[object]:
     return [size.value if isinstance(size, tl.constexpr) else size for size in values]
 
 
+def _refuse_overflow(self: object, lhs: tl.tensor, rhs: tl.tensor, binary_op: Callable[..., object]) -> None:
+    """In place of `TritonSemantic.binary_op_sanitize_overflow_impl`."""
+    kind = lhs.type.scalar
+    if kind.int_bitwidth < 64:
+        found = _WIDE[binary_op.__name__](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+        if found.size and (found.min() < kind.get_int_min_value() or found.max() > kind.get_int_max_value()):
+            raise OverflowError(f"{binary_op.__name__} of {kind}: {found.min()} to {found.max()}")
+
+
 @contextmanager
 def interpreted_quickly() -> Iterator[None]:
     """Within it interpreted launches take less time. Not for two threads."""
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
     from triton.runtime.errors import InterpreterError
 
+    overflow = TritonSemantic.binary_op_sanitize_overflow_impl
     patch, type_of = interpreter._patch_lang, interpreter._get_np_dtype
     call, tensor, block = interpreter.InterpretedFunction.__call__, tl.tensor.__init__, tl.block_type.__init__
 
@@ -84,13 +100,13 @@ def interpreted_quickly() -> Iterator[None]:
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_all, numpy_type
     interpreter.InterpretedFunction.__call__, tl.tensor.__init__ = call_as_patched, _tensor
-    tl.block_type.__init__ = _block
+    tl.block_type.__init__, TritonSemantic.binary_op_sanitize_overflow_impl = _block, _refuse_overflow
     try:
         yield
     finally:
         interpreter._patch_lang, interpreter._get_np_dtype = patch, type_of
         interpreter.InterpretedFunction.__call__, tl.tensor.__init__ = call, tensor
-        tl.block_type.__init__ = block
+        tl.block_type.__init__, TritonSemantic.binary_op_sanitize_overflow_impl = block, overflow
 
 
 @contextmanager
