@@ -1,5 +1,5 @@
 """The corrections of Triton's interpreter: its bfloat16 (`support.bfloat16`) equals PyTorch's bitwise, a scalar comparison can
-mask a block, and a constant times a tensor is a tensor (`support.interpreter`)."""
+mask a block, a constant times a tensor is a tensor, and integers that overflow are refused (`support.interpreter`)."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from support.bfloat16 import rounded, widened
+from triton.runtime.errors import InterpreterError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
 
@@ -74,3 +75,18 @@ def test_a_constant_times_a_tensor_is_a_tensor():
     out = torch.empty(4)
     powers[(1,)](out, 4)
     assert out.tolist() == [1.0, 4.0, 16.0, 64.0]
+
+
+@triton.jit
+def doubled(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i) * 2)
+
+
+def test_integers_that_overflow_are_refused():
+    x = torch.tensor([1, 1 << 30], dtype=torch.int32)
+    with pytest.raises(InterpreterError, match="mul of int32: 2 to 2147483648"):
+        doubled[(1,)](x, torch.empty_like(x), 2)
+    out = torch.empty(2, dtype=torch.int64)
+    doubled[(1,)](x.long(), out, 2)
+    assert out.tolist() == [2, 1 << 31]

@@ -179,7 +179,7 @@ def alone(kind, carried, segments):
 
 @pytest.mark.parametrize(
     ("ranks", "carried"),
-    [(2, False), (3, True), (8, True), *(pytest.param(n, True, marks=pytest.mark.long) for n in (2, 4))],
+    [(2, False), (3, True), *(pytest.param(n, True, marks=pytest.mark.long) for n in (2, 4, 8))],
 )
 def test_ranks_are_segments_bit_for_bit(pool, single_mesh, ranks, carried):
     """Outputs, States and cotangents, with a State carried in and a cotangent on the leaving one."""

@@ -20,7 +20,6 @@ import numpy as np
 import triton.language as tl
 from triton._utils import validate_block_shape
 
-
 _WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 """Operators whose results are looked at, of int64."""
 
@@ -76,6 +75,7 @@ def interpreted_quickly() -> Iterator[None]:
     from triton.runtime.errors import InterpreterError
 
     overflow = TritonSemantic.binary_op_sanitize_overflow_impl
+    broadcast, convert = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
     patch, type_of = interpreter._patch_lang, interpreter._get_np_dtype
     call, tensor, block = interpreter.InterpretedFunction.__call__, tl.tensor.__init__, tl.block_type.__init__
 
@@ -92,6 +92,13 @@ def interpreted_quickly() -> Iterator[None]:
         except Exception as error:
             raise InterpreterError(repr(error)) from error
 
+    def broadcast_others(self: object, *tensors: tl.tensor) -> tuple[tl.tensor, ...]:
+        """Most have one shape, which is one object (`_sizes`)."""
+        return tensors if len({id(x.shape) for x in tensors}) == 1 else broadcast(self, *tensors)
+
+    def cast_others(self: object, x: tl.tensor, dtype: tl.dtype, *rest: object, **named: object) -> tl.tensor:
+        return x if x.dtype is dtype else convert(self, x, dtype, *rest, **named)
+
     known = cache(type_of)
 
     def numpy_type(dtype: tl.dtype) -> object:
@@ -101,12 +108,14 @@ def interpreted_quickly() -> Iterator[None]:
     interpreter._patch_lang, interpreter._get_np_dtype = patch_all, numpy_type
     interpreter.InterpretedFunction.__call__, tl.tensor.__init__ = call_as_patched, _tensor
     tl.block_type.__init__, TritonSemantic.binary_op_sanitize_overflow_impl = _block, _refuse_overflow
+    TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_others, cast_others
     try:
         yield
     finally:
         interpreter._patch_lang, interpreter._get_np_dtype = patch, type_of
         interpreter.InterpretedFunction.__call__, tl.tensor.__init__ = call, tensor
         tl.block_type.__init__, TritonSemantic.binary_op_sanitize_overflow_impl = block, overflow
+        TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast, convert
 
 
 @contextmanager
