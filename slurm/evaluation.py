@@ -42,7 +42,7 @@ def render(config: RunConfig, cluster: Cluster, *, where: Path, python: str, con
     ]
     heading = f"# Evaluates a checkpoint of the Baton run {config.name}. Written by `baton submit`."
     run, python = shlex.quote(str(config.folder)), shlex.quote(slurm.python or python)
-    lines = [" ".join(["", *map(shlex.quote, shlex.split(line))]) for line in config.jobs.evaluations]
+    lines = ["".join(f" {shlex.quote(word)}" for word in shlex.split(line)) for line in config.jobs.evaluations]
     body = BODY.format(
         name=NAME,
         chdir=shlex.quote(str(where)),

@@ -48,9 +48,13 @@ class _Lines(argparse.ArgumentParser):
 
         raise ConfigError(message)
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        self.error(message or "it asks for help, and evaluates nothing")
+
 
 def check_evaluations(lines: Iterable[str]) -> None:
     """Raises ConfigError for a line of jobs.evaluations that `baton eval` would refuse whatever the checkpoint."""
+    from baton.data_pipeline.storage import Location
     from baton.launcher.errors import ConfigError
 
     parser: argparse.ArgumentParser = _Lines(add_help=False)
@@ -64,7 +68,8 @@ def check_evaluations(lines: Iterable[str]) -> None:
             raise ConfigError(f"jobs.evaluations: {line!r}: --step is the new checkpoint's; leave it out")
         if found.tasks is not None and find_spec("lm_eval") is None:
             raise ConfigError(f"jobs.evaluations: {line!r}: lm_eval is not installed; pip install 'baton-lm[eval]'")
-        for path in (found.include, found.text, found.data and Path(found.data)):
+        # of data, only local folders: no server is asked
+        for path in (found.include, found.text, found.data and Location(found.data).folder):
             if path is not None and not path.exists():
                 raise ConfigError(f"jobs.evaluations: {line!r}: {path}: no such file or folder")
 

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import baton
 from baton.launcher.cli import main
+from baton.launcher.cli.evaluate import check_evaluations
 from baton.training.evaluation import generation, long_context_scores, windows
 from baton.training.monitoring import evaluation_tensorboard
 
@@ -357,6 +358,7 @@ REFUSED = {
     "--batch 0": "argument --batch: 0 is not positive",
     "--tasks arc_easy --data here": "argument --data: not allowed with argument --tasks",
     "--text 'a book": "No closing quotation",
+    "--help": "it asks for help, and evaluates nothing",
     "--step 3": "--step is the new checkpoint's; leave it out",
     "--data no/where": "no/where: no such file or folder",
     "--long-context needle --text away.txt": "away.txt: no such file or folder",
@@ -371,3 +373,8 @@ def test_what_an_evaluation_job_could_not_do_is_refused_with_the_run(line, here,
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"baton: jobs.evaluations: {line!r}: ")
     assert REFUSED[line] in said
+
+
+@pytest.mark.parametrize("place", ["https://data.example.org/pg19", "pipe:cat /data/{}"])
+def test_data_from_elsewhere_is_not_looked_for_when_a_run_is_submitted(place, here):
+    check_evaluations(["", f"--data '{place}' --length 64"])

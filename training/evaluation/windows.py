@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.data_pipeline.evaluation import EvaluationSet, EvaluationStream
+from baton.data_pipeline.evaluation import EvaluationStream
 from baton.data_pipeline.packing import IGNORE_INDEX, Batch
 from baton.models.lm import LanguageModel, States
 from baton.training.evaluation.evaluate import token_losses
@@ -38,7 +38,7 @@ class WindowsResult:
 
 
 @torch.no_grad()
-def evaluate_windows(model: LanguageModel, chosen: EvaluationSet | EvaluationStream) -> WindowsResult:
+def evaluate_windows(model: LanguageModel, chosen: EvaluationStream) -> WindowsResult:
     """Evaluate a set of windows [rows, length] each of which begins without a State."""
     device = next(model.parameters()).device
     buckets: dict[int, list[float]] = {}
