@@ -395,6 +395,25 @@ def test_a_misnamed_file_of_an_operator_is_seen():
     assert misnamed("new", {"__init__", "op", "recurrence", "chunked"}) == ["new has no reference.py"]
 
 
+def jit_functions(source):
+    """Functions that Triton compiles, of those that a file defines."""
+    defined = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    return {node.name for node in defined if any(ast.unparse(it).startswith("triton.jit") for it in node.decorator_list)}
+
+
+def test_kernels_are_launched_through_lazy_modules():
+    """A kernel that is imported otherwise has another key in Triton's cache, if it is the first that a process launches."""
+    of = {path: found for path in sources("kernels") if (found := jit_functions(path.read_text(encoding="utf-8")))}
+    assert len(of) > 20
+    wrong = []
+    for path in (path for package in PACKAGES for path in sources(package) if path not in of):
+        for name in imported(path):
+            at, last = module_file(name), name.rpartition(".")[2]
+            if at in of and (last == at.stem or last in of[at]):
+                wrong.append(f"{path.relative_to(ROOT)}: {name}")
+    assert wrong == []
+
+
 def test_faults_can_still_be_planted():
     """`make faults` plants each by its text, which has to be in the code exactly once."""
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) == 30

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from baton.kernels.common import launch_utils
-from baton.kernels.common.launch_utils import int32_positions
+from baton.kernels.common.launch_utils import LazyModule, int32_positions
 from baton.kernels.eidetic_attention.chunked import Options
 from baton.kernels.eidetic_attention.joint_attention_launch import Visibility
 from baton.kernels.protocol import State
+
+_kernels = LazyModule("baton.kernels.eidetic_attention.topk_memory_kernels")
 
 _TOKENS = 128  # tokens of a step
 
@@ -26,8 +28,6 @@ def select_memories(
     read. The best tokens are rows of the entries followed by the span's tokens, int32 [B, n_eidetic] in time order, padded with -1;
     None if not needed, and without eidetic tokens.
     """
-    from baton.kernels.eidetic_attention import topk_memory_kernels
-
     (batch, length), eidetic, fading, old = pos.shape, options.n_eidetic, options.n_fading, state is not None
     blocks, known = -(-length // options.window), {} if state is None else state
 
@@ -49,7 +49,7 @@ def select_memories(
     if "frozen" in entered:
         entered["frozen"] = entered["frozen"].view(torch.int8)
     read = (entered.get("seen"), score.contiguous(), *(entered.get(name) for name in ("score", "where", "frozen")))
-    topk_memory_kernels.topk_memory_kernel[(blocks + (last is not None), batch)](
+    _kernels.topk_memory_kernel[(blocks + (last is not None), batch)](
         int32_positions(pos), *(limit if x is None else x for x in (*read, *seen, last)), length, blocks,
         WINDOW=options.window, EIDETIC=eidetic, FADING=fading, FAR=int(options.sliding), HAS_STATE=int(old),
         BLOCK_M=launch_utils.next_power_of_2(max(eidetic, 16)), BLOCK_F=launch_utils.next_power_of_2(max(fading, 16)),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.attention_tails import concat_tail, new_tails, seen_after
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.eidetic_attention.chunked import TAILS, Options
 from baton.kernels.eidetic_attention.joint_attention_launch import (
@@ -21,6 +22,8 @@ from baton.kernels.eidetic_attention.joint_attention_launch import (
 from baton.kernels.eidetic_attention.topk_memory import gather_rows
 from baton.kernels.eidetic_attention.topk_memory_launch import select_memories
 from baton.kernels.protocol import Inputs, State
+
+_kernels = LazyModule("baton.kernels.eidetic_attention.innovation_kernels")
 
 _ROWS, _CHANNELS = 16, 256  # block of y from which scores are summed
 
@@ -115,11 +118,9 @@ def _final_state(
 
 def innovation_triton(y: Tensor, weights: Tensor, pos: Tensor, tail: Tensor, norm: str = "l2") -> Tensor:
     """The score of `op.innovation`, which checks the arguments; tensors of 32 or 16 bits."""
-    from baton.kernels.eidetic_attention import innovation_kernels
-
     batch, length, channels = y.shape
     score = torch.empty(batch, length, dtype=torch.float32, device=y.device)
-    innovation_kernels.innovation_kernel[(-(-length // _ROWS), batch)](
+    _kernels.innovation_kernel[(-(-length // _ROWS), batch)](
         y.contiguous(), tail.contiguous(), weights.contiguous(), pos.contiguous(), score, length, C=channels, N=weights.shape[0],
         NORM=norm, BLOCK_T=_ROWS, BLOCK_C=min(_CHANNELS, launch_utils.next_power_of_2(channels)), num_warps=4,
     )  # fmt: skip

@@ -43,10 +43,14 @@ every_optional = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES i
 every_exact = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if r.split_bitwise_exact], ids=str)
 
 
+ROUNDED_ZERO = 1e-13
+"""Norms below are those of zeros that were rounded in float64, beside values of 1: a gate's gradient where no token writes."""
+
+
 def assert_equal(found, expected, tolerance, context=""):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        error = relative_error(found[name], value)
+        error = relative_error(found[name], torch.zeros_like(value) if value.norm() < ROUNDED_ZERO else value)
         assert error <= tolerance, f"{name} {context}: {error:.1e}"
 
 
