@@ -360,8 +360,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", default="1,16", help="per optimizer step (default 1,16)")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     arguments = parser.parse_args()
-    if arguments.graphs and arguments.selective:
-        parser.error("--graphs does not go with --selective: see training.cuda_graphs")
     if arguments.graphs and arguments.profile:
         parser.error("--graphs does not go with --profile: a graph's kernels are not launched one by one")
     arguments.segment = arguments.segment or (64 if arguments.tiny else 16384)

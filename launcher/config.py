@@ -118,28 +118,23 @@ class RunConfig(BaseModel):
 
     def unrecordable(self) -> list[str]:
         """Settings with which passes cannot be recorded as CUDA graphs: passes in parts, or not on a GPU."""
-        split = [f"layout.{name}={n}" for name in ("pipeline", "context") if (n := getattr(self.layout, name)) > 1]
-        others = {
+        reasons = {
+            f"layout.pipeline={self.layout.pipeline}": self.layout.pipeline > 1,
             "training.bptt": self.training.bptt is not None,
             "device=cpu": self.device == "cpu",
             # a graph's kernels are not launched one by one, so nothing says what each of them belongs to
             "profile": self.profile is not None,
         }
-        return [*split, *(name for name, there in others.items() if there)]
+        return [name for name, there in reasons.items() if there]
 
     def _check_graphs(self) -> None:
         """Refuse to record passes that cannot be recorded."""
         if self.training.cuda_graphs is not True:
             return
-        if self.training.recompute == "selective":
-            raise ConfigError(
-                "training.cuda_graphs=true does not go with training.recompute=selective: what is made again in a backward "
-                "pass cannot be recorded (CUDA refuses it); set training.recompute=none or full, or training.cuda_graphs=false"
-            )
         if found := self.unrecordable():
             raise ConfigError(
                 f"training.cuda_graphs=true does not go with {' and '.join(found)}: a graph is of passes through all layers over "
-                f"whole sequences, on a GPU; set training.cuda_graphs=false"
+                f"sequences that are not cut in time, on a GPU; set training.cuda_graphs=false"
             )
 
     def _check_sequence(self, ranks: int) -> None:

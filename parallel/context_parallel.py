@@ -267,6 +267,17 @@ class ContextLink:
         self.side_stream.join(state)
         return state
 
+    @contextmanager
+    def recordable_pass(self) -> Iterator[None]:
+        """Around a pass that may be recorded as a CUDA graph, so that all of it is: what runs on the side stream and all messages
+        begin after what was submitted to the current stream before, and the current stream then waits for them."""
+        self.side_stream.wait_current_stream()
+        yield
+        self._send_wraparounds()
+        for channel in self.channels.values():
+            channel.join_sends()
+        self.side_stream.join()
+
     def wait(self) -> None:
         """Wait until everything sent has left this rank."""
         self._send_wraparounds()

@@ -3,6 +3,8 @@
 A channel has a communicator of its own for one kind of message in one direction: two kinds in one communicator would be matched in
 an order on which the ranks need not agree. A message that does not arrive ends this rank with an error that names it. On a CPU the
 error is raised where the message is waited for. On a GPU, where the host does not wait, a watchdog thread ends the process.
+Messages that are recorded in a CUDA graph have no host that watches them: there, silence of the whole rank is what is noticed
+(layout.timeout_s).
 """
 
 import contextlib
@@ -85,7 +87,7 @@ class Channel:
         except RuntimeError as error:
             raise CommError(f"{error_text(0.0)} ({_first_line(error)})") from None
         assert work is not None
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             while self._pending_sends and self._pending_sends[0][0].is_completed():
                 self._pending_sends.popleft()
             _watch(work, error_text, self._timeout_s)
@@ -121,7 +123,17 @@ class Channel:
         except RuntimeError as error:
             raise CommError(f"{error_text(0.0)} ({_first_line(error)})") from None
         assert work is not None
+        if self._device.type == "cuda":  # the first rank reads nothing of what it gathers, and waits for it with what it sends
+            with self._lock:
+                self._pending_sends.append((work, message, error_text))
         return self._begun(PendingRecv(found, f"{label}, gathered", error_text, work, keepalive=message))
+
+    def join_sends(self) -> None:
+        """On a GPU, let the current stream wait until everything sent has left this rank, and not the host. Ends a pass that is
+        recorded as a CUDA graph."""
+        if self._device.type == "cuda":
+            while self._pending_sends:
+                self._pending_sends.popleft()[0].wait()
 
     def flush(self) -> None:
         """Wait until everything sent has left this rank.
@@ -130,8 +142,7 @@ class Channel:
             CommError: on a CPU, when something cannot be sent.
         """
         if self._device.type == "cuda":
-            while self._pending_sends:
-                self._pending_sends.popleft()[0].wait()
+            self.join_sends()
             with reported_wait(_LEAVING):
                 torch.cuda.current_stream(self._device).synchronize()
             return
@@ -142,7 +153,7 @@ class Channel:
             raise CommError(self._failed)
 
     def _begun(self, arrival: PendingRecv) -> PendingRecv:
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             _watch(arrival._work, arrival.error_text, self._timeout_s)
         return arrival
 

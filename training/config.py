@@ -194,14 +194,14 @@ class TrainingConfig(_Settings):
         "auto",
         description="activations that the backward pass recomputes. none: all are kept, fastest. selective: those that are "
         "cheap to recompute, such as convolutions and gates: less memory; without effect on sequences in segments or "
-        "over ranks, and not with cuda_graphs=true. full: all of a layer but its input: least memory, one more forward pass. "
+        "over ranks. full: all of a layer but its input: least memory, one more forward pass. "
         "auto: the fastest that fits the GPU's memory by `baton plan`, chosen at every start; on a CPU, none",
     )
     cuda_graphs: bool | Literal["auto"] = Field(
         "auto",
         description="launch all kernels of a pass at once: faster where the host takes longer to launch kernels than the GPU to "
-        "run them, for somewhat more memory. Possible where a GPU has all layers and whole sequences; hooks on modules do not run. "
-        "auto: where it is possible and fits, except on a CPU",
+        "run them, for somewhat more memory. Possible where a GPU has all layers and sequences are not cut in time (bptt); hooks on "
+        "modules do not run. auto: where it is possible and fits, except on a CPU",
     )
     deterministic: bool = Field(True, description="raise an error for kernels whose results vary from run to run")
     log_every: int = Field(10, ge=1, description="steps between console log lines; metrics.jsonl records every step")

@@ -41,9 +41,9 @@ def cut(batch, tokens, device):
     return Batch(*(x[:, :tokens].to(device) for x in (batch.tokens, batch.labels, batch.pos)))
 
 
-def steps(mesh, mixer, recorder, compute_dtype="bfloat16"):
+def steps(mesh, mixer, recorder, compute_dtype="bfloat16", recompute="none"):
     """Results of steps, and the parameters behind them: shorter sequences after two, then one that a NaN makes be refused."""
-    config = training(compute_dtype=compute_dtype)
+    config = training(compute_dtype=compute_dtype, recompute=recompute)
     train_state = build(model_of(mixer), config, mesh)
     graphs = None if recorder is None else CudaGraphs(train_state.model, recorder)
     executor, found = StepExecutor(train_state.model, train_state.engine, mesh, cuda_graphs=graphs), []
@@ -54,8 +54,9 @@ def steps(mesh, mixer, recorder, compute_dtype="bfloat16"):
             with torch.no_grad():
                 victim[:, 1] = torch.nan
             drop_cast_weights(train_state.model)
-        own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch_size)
-        result = executor.step([cut(b, 24 if step < 2 else 13, mesh.device) for b in own], 3e-3)
+        ranks = mesh.layout.context
+        own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch_size, mesh.context_rank, ranks)
+        result = executor.step([cut(b, 24 // ranks if step < 2 else 13 // ranks, mesh.device) for b in own], 3e-3)
         assert result.updated is not planted, result
         found.append((str(result.loss), str(result.grad_norm), result.labels, str(result.nonfinite)))
         if planted:
@@ -67,11 +68,11 @@ def steps(mesh, mixer, recorder, compute_dtype="bfloat16"):
     return found, {name: p.detach().clone() for name, p in train_state.model.named_parameters()}
 
 
-def differences(mesh, mixers, recorder, compute_dtype="bfloat16"):
+def differences(mesh, mixers, recorder, compute_dtype="bfloat16", recompute="none"):
     """What is not the same with recorded passes and without, by mixer. recorder: name of a class of this file, or the class."""
     found, recorder = {}, globals()[recorder] if isinstance(recorder, str) else recorder
     for mixer in mixers:
-        (plain, expected), (results, parameters) = (steps(mesh, mixer, made, compute_dtype) for made in (None, recorder))
+        (plain, expected), (results, parameters) = (steps(mesh, mixer, made, compute_dtype, recompute) for made in (None, recorder))
         found[mixer] = [(a, b) for a, b in zip(plain, results, strict=True) if a != b]
         found[mixer] += [name for name, x in expected.items() if not torch.equal(x, parameters[name])]
     return found
@@ -83,6 +84,11 @@ def differences(mesh, mixers, recorder, compute_dtype="bfloat16"):
         ({}, ("mamba", "lattice", "bmojo", "attention", "hybrid")),
         *(({"data": 2, "zero": zero}, ("hybrid",)) for zero in (0, 2)),
         ({"tensor": 2}, ("hybrid",)),
+        ({"context": 2}, ("hybrid",)),
+        *(
+            pytest.param({"context": 2, "context_comm": form}, ("hybrid", "bmojo"), marks=pytest.mark.long)
+            for form in ("ring", "early", "all_gather")
+        ),
         pytest.param({}, MIXERS, marks=pytest.mark.long),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else f"{len(x)} mixers",
@@ -207,16 +213,14 @@ training: {steps: 2, sequence_length: 64, global_batch_tokens: 256, micro_batch_
     ("words", "named"),
     [
         (["layout.pipeline=2"], "layout.pipeline=2"),
-        (["layout.context=2"], "layout.context=2"),
         (["training.bptt={mode: exact, segment: 32}"], "training.bptt"),
-        (["training.recompute=selective"], "training.recompute=selective"),
         (["device=cpu", "profile=true", "training.steps=20"], "device=cpu and profile"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
 def test_what_cannot_be_recorded_is_refused(tmp_path, words, named):
     (tmp_path / "run.yaml").write_text(RUN)
-    load(tmp_path / "run.yaml", ["layout.data=2", "layout.tensor=2"])
+    load(tmp_path / "run.yaml", ["layout.data=2", "layout.tensor=2", "layout.context=2", "training.recompute=selective"])
     with pytest.raises(ConfigError) as refused:
         load(tmp_path / "run.yaml", words)
     assert str(refused.value).startswith(f"training.cuda_graphs=true does not go with {named}: ")
@@ -237,9 +241,25 @@ def test_graphs_are_plain_passes_to_the_bit(mixer, on_gpu):
         assert differences(on_gpu, [mixer], CudaGraphRecorder, compute_dtype) == {mixer: []}
 
 
-def on_tensor_ranks(mesh):
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("mixer", ["mamba", "longhorn", "bmojo", "falcon", "hybrid"])
+def test_what_is_recomputed_is_recorded_too(mixer, recompute, on_gpu):
+    assert differences(on_gpu, [mixer], CudaGraphRecorder, recompute=recompute) == {mixer: []}
+
+
+def on_ranks(mesh, mixers):
     make_deterministic(training())
-    return differences(mesh, ["hybrid"], CudaGraphRecorder)
+    return differences(mesh, mixers, CudaGraphRecorder)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("form", ["ring", "early", "all_gather"])
+def test_messages_between_context_ranks_are_recorded_too(form, gpu_pool):
+    mixers = ("mamba", "gsa", "bmojo", "lattice", "gated_delta_net", "hybrid")
+    for found in gpu_pool.run(on_ranks, mixers, context=2, context_comm=form, timeout_s=600):
+        assert found == {mixer: [] for mixer in mixers}
 
 
 def rank_of(mesh):
@@ -250,7 +270,7 @@ def rank_of(mesh):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_process_groups_can_be_destroyed_after_their_collectives_were_recorded(gpu_pool):
     """NCCL waits without a limit for graphs that have them."""
-    for found in gpu_pool.run(on_tensor_ranks, tensor=2):
+    for found in gpu_pool.run(on_ranks, ["hybrid"], tensor=2):
         assert found == {"hybrid": []}
     assert gpu_pool.run(rank_of, data=2, timeout_s=120) == [0, 1]  # another layout has other groups
 

@@ -3,12 +3,13 @@
 A graph replays its kernels on the memory with which they were recorded. So everything that changes from pass to pass
 (tokens, the loss scale, weights in the compute dtype) is copied to where the kernels read it, and gradients accumulate in
 fixed buffers. Python code runs only while the passes are recorded: for all layers and whole sequences, whose passes never
-synchronize with the host. Collectives of tensor-parallel ranks are recorded with the rest; all of these ranks record and
-replay alike.
+synchronize with the host. Collectives of tensor-parallel ranks and the messages between context-parallel ranks are recorded
+with the rest; all of these ranks record and replay alike.
 """
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -125,15 +126,18 @@ class CudaGraphs:
         gradients = [(p, torch.zeros_like(p)) for p in model.parameters() if p.requires_grad]
         losses: list[Tensor] = []
         forward_context = replace(model.forward_context, need_final_state=False)
+        link = forward_context.link
 
         def forward() -> None:
-            hidden, _ = model(batch.tokens, batch.pos, None, forward_context)
-            loss = model.loss(hidden, batch.labels) * scale
-            total.add_(loss.detach())
-            losses.append(loss)
+            with nullcontext() if link is None else link.recordable_pass():
+                hidden, _ = model(batch.tokens, batch.pos, None, forward_context)
+                loss = model.loss(hidden, batch.labels) * scale
+                total.add_(loss.detach())
+                losses.append(loss)
 
         def backward() -> None:
-            losses.pop().backward()
+            with nullcontext() if link is None else link.recordable_pass():
+                losses.pop().backward()
 
         def both() -> None:
             forward()

@@ -158,7 +158,7 @@ class StepExecutor:
         # what looks at gradients sees those that autograd hands to parameters
         with self.engine.gradients(), fused_grad_accumulation() if trace is None else nullcontext():
             runner: MicrobatchRunner | CudaGraphRunner
-            if self._cuda_graphs is not None and trace is None:
+            if self._cuda_graphs is not None and trace is None and not self._observed():
                 runner = self._cuda_graphs.runner(batches, scale)
             else:
                 runner = MicrobatchRunner(self.model, batches, scale, self.schedule, self.lanes, self.model.forward_context)
@@ -188,6 +188,10 @@ class StepExecutor:
             self._forward_backward(batches, scale, trace)
         self.engine.step(lambda norm: True)
         return trace.first_report()
+
+    def _observed(self) -> bool:
+        """Whether States are looked at on their way between ranks, which Python code does."""
+        return self.model.link is not None and self.model.link.observer is not None
 
     def _wait_for_sends(self) -> None:
         for link in (self.mesh.pipeline, self.model.link):
