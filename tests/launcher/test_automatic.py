@@ -9,7 +9,7 @@ import yaml
 
 from baton.launcher.config import load
 from baton.launcher.devices import gpu_memory
-from baton.launcher.errors import ConfigError, is_out_of_memory
+from baton.launcher.errors import is_out_of_memory
 from baton.launcher.planner import automatic
 from baton.launcher.planner.plan import make_plan
 from baton.launcher.run_directory import read_config
