@@ -202,7 +202,7 @@ def test_the_table_has_a_line_per_stage_and_says_when_micro_batches_are_few(plan
 
 def test_gathered_states_go_to_every_rank_of_the_sequence():
     """Mamba's scan: a decay and a sum for every number of state, to 7 ranks; the convolution's tail goes to one as before."""
-    words = ["layout.data=1", "layout.context=8"]
+    words = ["layout.data=1", "layout.context=8", "training.cuda_graphs=false"]
     relayed, gathered = (make_plan(load(RUN, [*words, *more])) for more in ((), ("layout.context_comm=all_gather",)))
     state = 48 * relayed.micro_batches * 4 * 4096 * 16 * load(RUN).training.micro_batch_size
     names = {"States": "to the next rank", "cotangents": "to the rank before"}

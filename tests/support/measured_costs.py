@@ -13,7 +13,7 @@ from functools import cache
 from baton.launcher.config import RunConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 
-BATCH, SEQUENCE_LENGTH = 2, 160
+BATCH, SEQUENCE_LENGTH = 2, 96
 
 # settings that change what is kept, beside each kind's small ones
 VARIANTS = {
@@ -56,14 +56,14 @@ SHARED = ("mamba2", "gla", "bmojo", "mamba", "lattice")
 SHARED_BY = {"tensor": 4, "sequence_parallel": True}
 # precision, and whether layers are run again: of what ranks that share it exchange
 SHARED_WITH = [("float32", "none"), ("bfloat16", "full")]
-ODD_SEQUENCE_LENGTH = 159
+ODD_SEQUENCE_LENGTH = 95
 # gradients through all segments, through some of them, and through none but their own
 SEGMENTED = ("mamba", "gla", "bmojo", "lattice")
-CUT_SEQUENCE_LENGTH = 80
+CUT_SEQUENCE_LENGTH = 48
 BPTT = {
-    "exact": {"mode": "exact", "segment": 20},
-    "truncated": {"mode": "truncated", "segment": 10, "gradient_segments": 4},
-    "cut": {"mode": "truncated", "segment": 20, "gradient_segments": 1},
+    "exact": {"mode": "exact", "segment": 12},
+    "truncated": {"mode": "truncated", "segment": 6, "gradient_segments": 4},
+    "cut": {"mode": "truncated", "segment": 12, "gradient_segments": 1},
 }
 LANES = 6
 SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPTT if bptt == "truncated" or variant == "gla"]
