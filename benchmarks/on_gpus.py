@@ -80,7 +80,7 @@ JOBS = (
     benchmark("blocks", "blocks_gpu", "--repetitions 15", 200),
     benchmark("curves", "curves", "", 200),
     benchmark("exchange", "exchange", "--repetitions 6 --warm-up 2", 100, gpus=0),
-    benchmark("scaling", "scaling", "--warm-up 1 --steps 2 --selective --reserve 30", 400, gpus=0),
+    benchmark("scaling", "scaling", "--warm-up 1 --steps 2 --reserve 30", 400, gpus=0),
 )
 """Jobs in the order in which they start."""
 

@@ -70,8 +70,13 @@ def words_of(case: Case, arguments: argparse.Namespace) -> list[str]:
     return words + (["training.cuda_graphs=true"] if arguments.graphs else [])
 
 
+def cluster_of(device: str) -> str:
+    """The shipped cluster whose GPUs these are."""
+    return next((name for name in ("h100", "h200", "a100") if name.upper() in device), "h100")
+
+
 def beside_plan(report: Report, case: Case, config: RunConfig, seconds: float, nbytes: int, cluster: str) -> None:
-    """What was found beside what was said beforehand."""
+    """What was found beside what was said beforehand. config: with what the run has chosen where a setting is auto."""
     plan = make_plan(config, load_cluster(cluster))
     assert plan.speed is not None
     memory, step = plan.stages[0].memory.peak / 2**30, plan.speed.step
@@ -131,7 +136,8 @@ def said(bench: Bench, one: Run, base: Run) -> None:
     report.say(
         f"{case}: {case.tokens / one.seconds:,.0f} tokens/s, {1000 * one.seconds:,.1f} ms a step of {case.tokens:,} tokens "
         f"({1000 * min(timed.seconds):,.1f} to {1000 * max(timed.seconds):,.1f}, {len(timed.seconds)} steps), "
-        f"{timed.bytes / 2**30:.2f} GiB on the first rank"
+        f"{timed.bytes / 2**30:.2f} GiB on the first rank, recompute {one.found.training.recompute}"
+        f"{', recorded' if one.found.training.cuda_graphs else ''}"
     )
     if one.found.profile:
         for line in one.found.profile.splitlines():
@@ -142,7 +148,8 @@ def said(bench: Bench, one: Run, base: Run) -> None:
     if one is not base:
         apart = case.ranks * base.case.tokens / base.seconds
         report.row(str(case), "tokens/s", case.tokens / one.seconds, f"{case.ranks} times one GPU", apart, gate=str(case))
-    beside_plan(report, case, one.config, one.seconds, timed.bytes, bench.arguments.cluster)
+    chosen = one.config.model_copy(update={"training": one.found.training})
+    beside_plan(report, case, chosen, one.seconds, timed.bytes, bench.arguments.cluster)
 
 
 def main() -> None:
@@ -151,7 +158,7 @@ def main() -> None:
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"separated by commas, of {', '.join(LAYOUTS)}")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a data rank's step (default 4)")
     parser.add_argument("--ranks", type=int, default=0, help="of the layouts (default: the GPUs there are)")
-    parser.add_argument("--cluster", default="h200", help="whose rates a plan is made with (default h200)")
+    parser.add_argument("--cluster", help="whose rates a plan is made with (default: the shipped one with this GPU)")
     parser.set_defaults(name="scaling")
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
@@ -164,6 +171,7 @@ def main() -> None:
     of = functools.partial(case_of, ranks=ranks, count=arguments.micro_batches, wide=wide, long=long)
     cases = [of(model, layout) for model in arguments.model.split(",") for layout in arguments.layouts.split(",")]
     device = f"{ranks} x {torch.cuda.get_device_name()}" if gpus else None
+    arguments.cluster = arguments.cluster or cluster_of(device or "")
     report = Report("scaling", device=device, keep=not arguments.tiny)
     failed = False
     with tempfile.TemporaryDirectory() as temporary:

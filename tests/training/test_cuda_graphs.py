@@ -81,8 +81,9 @@ def differences(mesh, mixers, recorder, compute_dtype="bfloat16", recompute="non
 @pytest.mark.parametrize(
     ("layout", "mixers"),
     [
-        ({}, ("mamba", "lattice", "bmojo", "attention", "hybrid")),
-        *(({"data": 2, "zero": zero}, ("hybrid",)) for zero in (0, 2)),
+        ({}, ("lattice", "bmojo", "hybrid")),
+        ({"data": 2, "zero": 2}, ("hybrid",)),
+        pytest.param({"data": 2, "zero": 0}, ("hybrid",), marks=pytest.mark.long),
         ({"tensor": 2}, ("hybrid",)),
         ({"context": 2}, ("hybrid",)),
         *(
@@ -257,7 +258,7 @@ def on_ranks(mesh, mixers):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("form", ["ring", "early", "all_gather"])
 def test_messages_between_context_ranks_are_recorded_too(form, gpu_pool):
-    mixers = ("mamba", "gsa", "bmojo", "lattice", "gated_delta_net", "hybrid")
+    mixers = ("gsa", "bmojo", "hybrid")
     for found in gpu_pool.run(on_ranks, mixers, context=2, context_comm=form, timeout_s=600):
         assert found == {mixer: [] for mixer in mixers}
 

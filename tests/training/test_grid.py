@@ -53,10 +53,10 @@ STAGES, SPANS = grid.Layout(2, 2, 2, 1), grid.Layout(1, 1, 4, 2)
 @pytest.mark.parametrize(
     ("layout", "mixer"),
     [
-        *((STAGES, mixer) for mixer in ("mamba", "gsa", "bmojo")),
-        *((SPANS, mixer) for mixer in ("longhorn", "lattice")),
-        *(pytest.param(STAGES, mixer, marks=pytest.mark.long) for mixer in ("longhorn", "lattice")),
-        *(pytest.param(SPANS, mixer, marks=pytest.mark.long) for mixer in ("mamba", "gsa", "bmojo")),
+        *((STAGES, mixer) for mixer in ("gsa", "bmojo")),
+        (SPANS, "lattice"),
+        *(pytest.param(STAGES, mixer, marks=pytest.mark.long) for mixer in ("mamba", "longhorn", "lattice")),
+        *(pytest.param(SPANS, mixer, marks=pytest.mark.long) for mixer in ("mamba", "longhorn", "gsa", "bmojo")),
     ],
     ids=str,
 )
