@@ -79,6 +79,9 @@ JOBS = (
     ),
     benchmark("blocks", "blocks_gpu", "--repetitions 15", 200),
     benchmark("curves", "curves", "", 200),
+    benchmark("generation", "generation_gpu", "", 300),
+    benchmark("t2r", "t2r", "", 500),
+    benchmark("needles", "needles", "", 400),
     benchmark("exchange", "exchange", "--repetitions 6 --warm-up 2", 100, gpus=0),
     benchmark("scaling", "scaling", "--warm-up 1 --steps 2 --reserve 30", 400, gpus=0),
 )

@@ -116,9 +116,18 @@ def _numbers(draw: random.Random, count: int) -> list[str]:
     return [str(n) for n in draw.sample(range(10_000, 100_000), count)]
 
 
+def needle_statements(draw: random.Random, count: int) -> list[str]:
+    """Statements as in niah_single and niah_multikey, each about another key, for text to learn from."""
+    return [_statement(key, number) for key, number in zip(_keys(draw, count), _numbers(draw, count), strict=True)]
+
+
+def _statement(key: str, number: str) -> str:
+    return f"The number of the {key} is {number}."
+
+
 def _needle(hay: Haystack, count: Count, length: int, depth: float, draw: random.Random, others: int) -> Sample:
     keys, numbers = _keys(draw, 1 + others), _numbers(draw, 1 + others)
-    said = [f"The number of the {key} is {number}." for key, number in zip(keys, numbers, strict=True)]
+    said = [_statement(key, number) for key, number in zip(keys, numbers, strict=True)]
     depths = [depth, *(draw.random() for _ in range(others))]
     prompt = hay.around(list(zip(depths, said, strict=True)), f"\nThe number of the {keys[0]} is", length, draw)
     return Sample(prompt, (numbers[0],), depth)
