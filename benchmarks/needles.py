@@ -1,8 +1,8 @@
 """Needle heat maps of two small models: a Mamba and a Transformer that learn to answer questions about a text, and how far back.
 
 Both learn the source of Python's standard library with statements strewn into it ("The number of the amber anchor is 48213."), each
-of which is said again at the end of its document; documents have 128 to 512 tokens. `baton eval --long-context niah_single` then asks
-at lengths up to eight times as long, and draws docs/needles-mamba.png and docs/needles-transformer.png. The gate asks that each model
+of which is said again at the end of its document; documents have 128 to 512 tokens. `baton eval --long-context niah_single` asks at
+lengths up to eight times as long, and draws docs/needles-mamba.png and docs/needles-transformer.png. The gate asks that each model
 finds most needles in texts as long as those that it has seen: without that a map of longer ones says nothing.
 
     python benchmarks/needles.py [--steps 3000] [--folder FOLDER] [--tiny]
