@@ -1,8 +1,9 @@
 # The commands of this repository. `make demo` and `make test` do all their own set-up in .venv.
 SHELL := /bin/bash
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
-PYTEST := .venv/bin/python -P -m pytest
-.PHONY: demo test test-long test-versions chaos grid faults test-gpu test-slurm signals soak lint docs typing-tree bench bench-gpu tables reference clean
+# bytecode is kept, also where the environment says otherwise: tests start hundreds of processes
+PYTEST := PYTHONDONTWRITEBYTECODE= .venv/bin/python -P -m pytest
+.PHONY: demo test tests test-long test-versions chaos grid faults test-gpu test-slurm signals soak lint docs typing-tree bench bench-gpu tables reference clean
 
 demo:  ## four minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
@@ -12,8 +13,11 @@ demo:  ## four minutes: a language model trained, killed, resumed, and writing
 # limit or for SLURM
 test:  ## everything that runs without a GPU
 	@scripts/setup.sh test lint oracles
-	@$(MAKE) --no-print-directory lint
-	$(PYTEST) -q -n 3 --dist loadgroup --no-loadscope-reorder
+	@$(MAKE) --no-print-directory -j 2 -O lint tests
+
+# its lines as they come; what `make lint` says beside it is printed as a whole
+tests:
+	+@$(PYTEST) -q -n 3 --dist loadgroup --no-loadscope-reorder
 
 test-long:  ## the long forms: every mixer learns, 100,000 steps of every state
 	@scripts/setup.sh test oracles
