@@ -21,7 +21,7 @@ tests:
 
 test-long:  ## the long forms: every mixer learns, 100,000 steps of every state
 	@scripts/setup.sh test oracles
-	$(PYTEST) -q -m long --timeout 1800
+	$(PYTEST) -q -m long --timeout 1800 -n 2 --dist loadgroup
 
 test-versions:  ## the core of the tests on the oldest and the newest versions of everything, 6 GB each; writes docs/versions.md
 	@scripts/setup.sh test
