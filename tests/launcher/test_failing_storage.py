@@ -165,7 +165,7 @@ def test_an_interrupt_whose_save_fails_says_so(launch, tmp_path):
     words = ["training.steps=100000", "training.checkpoint.every=100000", "training.evaluation.every=0", "training.log_every=100"]
     limit(FITS)
     try:
-        running = launch(tmp_path / "run", str(tmp_path / "run.yaml"), *words, where=tmp_path)
+        running = launch(tmp_path / "run", str(tmp_path / "run.yaml"), *words, where=tmp_path, forked=False)
     finally:
         limit(resource.RLIM_INFINITY)
     running.wait_for_steps(1, 1)
