@@ -215,7 +215,7 @@ def test_an_import_of_what_is_not_there_is_seen(tmp_path):
 def test_every_package_is_packaged():
     """A folder that is forgotten is missing from a wheel, not from a checkout."""
     code = "import setuptools, runpy; setuptools.setup = lambda **k: print(*k['packages']); runpy.run_path('setup.py')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     folders = {path.parent.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")}
     assert set(done.stdout.split()) == {"baton", *("baton." + ".".join(folder.parts) for folder in folders)}
 
@@ -261,7 +261,7 @@ def test_files_open_with_what_they_are_for_and_stay_short(package):
 def test_settings_are_torch_free(package):
     """Plans and refusals must work on a login node, at once."""
     code = f"import sys, baton.{package}.config; print(*[m for m in ('torch', 'deepspeed', 'megatron') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
 
@@ -412,6 +412,12 @@ def test_kernels_are_launched_through_lazy_modules():
             if at in of and (last == at.stem or last in of[at]):
                 wrong.append(f"{path.relative_to(ROOT)}: {name}")
     assert wrong == []
+
+
+def test_programs_of_tests_do_not_import_from_where_they_stand():
+    """Without -P `baton` is the checkout's folder of that name, which has no packages in it in a copy with faults."""
+    bare = re.compile(r"sys\.executable, (?:\"-u\", )?\"-c\"")
+    assert [str(path.relative_to(ROOT)) for path in sources("tests") if bare.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_faults_can_still_be_planted():

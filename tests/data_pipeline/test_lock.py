@@ -51,7 +51,7 @@ def lacking(monkeypatch):
 
 def started(code, path, calls):
     """A Python process, with its output in a pipe."""
-    words = [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), str(path), *calls]
+    words = [sys.executable, "-P", "-c", PREAMBLE + textwrap.dedent(code), str(path), *calls]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
 

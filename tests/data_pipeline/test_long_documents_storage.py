@@ -71,7 +71,9 @@ def test_memory_does_not_grow_with_the_document(content, powers, write_dataset, 
             text = line * round(count / per_byte / len(line))
             contents = [(text, len(text), -1)]
         folders.append(str(write_dataset(tmp_path / str(power), contents, content, tokenizer)))
-    done = subprocess.run([sys.executable, "-c", PROGRAM, tokenizer.path, *folders], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROGRAM, tokenizer.path, *folders], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     (small_tokens, *small), (tokens, *large) = json.loads(done.stdout)
     print(content, tokens, "tokens; bytes resident, traced:", small, large)

@@ -16,5 +16,5 @@ def test_nothing_of_ours_and_no_torch_is_imported():
         "bad = [m for m in sys.modules if m.split('.')[0] == 'torch' or m.startswith('baton.') and 'data_pipeline' not in m]\n"
     )
     program += "sys.exit(', '.join(bad) or 0)\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

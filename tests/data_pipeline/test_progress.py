@@ -14,7 +14,7 @@ with console_progress("reading") as progress:
 
 
 def test_a_log_gets_a_line_at_the_end():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, check=True)
     (line,) = done.stdout.splitlines()
     assert line.startswith("reading: 5.0 of 5.0 MB")
 
@@ -22,7 +22,7 @@ def test_a_log_gets_a_line_at_the_end():
 def test_a_terminal_gets_a_bar():
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=slave, env=environment)
+    process = subprocess.Popen([sys.executable, "-P", "-c", PROGRAM], stdout=slave, env=environment)
     os.close(slave)
     shown = b""
     while True:

@@ -184,7 +184,7 @@ def test_a_run_whose_ranks_are_all_stopped_is_paused(ranks, stopped):
 def test_a_rank_that_the_kernel_keeps_is_named_as_such(ranks):
     """The parent of a child of vfork is in the state of one that waits for a disk."""
     code = "import ctypes; libc = ctypes.PyDLL(None)\nif libc.vfork() == 0:\n    libc.prctl(1, 9)\n    libc.sleep(10_000)"
-    process = subprocess.Popen([sys.executable, "-c", code])
+    process = subprocess.Popen([sys.executable, "-P", "-c", code])
     try:
         # with a child: while it starts it may wait for a disk
         wait_until(lambda: psutil.Process(process.pid).children() and is_blocked(process.pid), "the process to block")

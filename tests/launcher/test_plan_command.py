@@ -43,7 +43,7 @@ def test_a_plan_needs_no_torch_and_writes_nothing(tmp_path):
         "print(status, *[m for m in ('torch', 'deepspeed', 'megatron') if m in sys.modules])"
     )
     words = ["plan", str(RUN), "--cluster", "h100"]
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stdout.splitlines()[-2].startswith("fits: ")
     assert not list(tmp_path.iterdir())

@@ -461,7 +461,7 @@ print(len(found), *sys.modules, file=sys.stderr)
 
 def test_help_is_light():
     """Every command's help, without importing anything that takes time."""
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", HELP], capture_output=True, text=True, check=True)
     count, *modules = done.stderr.split()
     assert int(count) >= 10
     assert done.stdout.count("usage: baton") == int(count)
@@ -512,7 +512,7 @@ def test_refusals_need_no_torch(inputs, tmp_path):
     bad = ["training.seed=1", "data.path=/nowhere", f"data.path={inputs.tokens}", "layout.tensor=3", "model.vocab_size=9"]
     bad += ["layout.pipeline=3", "layout={zero: 2, pipeline: 2}", "layout.context=16"]
     words = [[str(inputs.run), f"directory={tmp_path / 'run'}", word] for word in bad]
-    done = subprocess.run([sys.executable, "-c", REFUSE, json.dumps(words)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", REFUSE, json.dumps(words)], capture_output=True, text=True, check=True)
     assert len(done.stderr.splitlines()) == len(words)
     assert all(line.startswith("baton: ") for line in done.stderr.splitlines())
     assert {name.split(".")[0] for name in done.stdout.split()} & {"torch", "deepspeed", "megatron", "webdataset"} == set()
