@@ -13,7 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +67,16 @@ class MessageTag:
         return f"{_NOUN[direction]} of {self.name} in {self.where}{segment}"
 
 
+class StateObserver(Protocol):
+    """What looks at States on their way between ranks."""
+
+    def observe(self, direction: Direction, tag: MessageTag, state: State) -> None:
+        """A State, or its gradient, that leaves a segment. Runs on the side stream, and may be recorded as part of a CUDA graph."""
+
+    def start(self) -> None:
+        """Forget what was observed."""
+
+
 class SideStream:
     """A CUDA stream for communication, next to the current stream that computes. On a CPU its methods do nothing.
 
@@ -116,8 +126,8 @@ class ContextLink:
         sent: messages and bytes sent, by ("right" | "left", recurrence's name) and ("right bytes" | "left bytes", its name). A
             gathered message counts once, its bytes once per receiving rank.
         sent_by_layer: the same by (.., where, name).
-        observer: called with (direction, tag, State) for every State and gradient that leaves a segment here, also at the ends of
-            the sequence, on the side stream; not for gathered ones, nor in a recomputation.
+        observer: told of every State and gradient that leaves a segment here, also at the ends of the sequence; not of gathered
+            ones, nor in a recomputation.
     """
 
     def __init__(
@@ -137,7 +147,7 @@ class ContextLink:
         self._states_to_save: list[State | None] | None = None
         self._saved_states: Iterator[State | None] | None = None
         self._wraparounds: list[tuple[Direction, MessageTag, Tensor, int]] = []
-        self.observer: Callable[[Direction, MessageTag, State], None] | None = None
+        self.observer: StateObserver | None = None
         self.sent: Counter[tuple[str, str]] = Counter()
         self.sent_by_layer: Counter[tuple[str, str, str]] = Counter()
 

@@ -117,6 +117,7 @@ class Channel:
         def error_text(waited: float) -> str:
             return f"rank {self._rank}: {label} was not gathered {self._why(waited)}"
 
+        self._forget_gathered()
         found = message.new_empty(self._group.size(), message.numel())
         try:
             work = dist.all_gather(list(found.unbind()), message, group=self._group, async_op=True)
@@ -127,6 +128,16 @@ class Channel:
             with self._lock:
                 self._pending_sends.append((work, message, error_text))
         return self._begun(PendingRecv(found, f"{label}, gathered", error_text, work, keepalive=message))
+
+    def _forget_gathered(self) -> None:
+        """On a GPU, let go of earlier gathers: of those that are completed, and in a pass that is being recorded of all, for which
+        the current stream waits. They are completed in this order anyway."""
+        if self._device.type == "cuda":
+            recorded = torch.cuda.is_current_stream_capturing()
+            while self._pending_sends and (recorded or self._pending_sends[0][0].is_completed()):
+                work, *_ = self._pending_sends.popleft()
+                if recorded:
+                    work.wait()
 
     def join_sends(self) -> None:
         """On a GPU, let the current stream wait until everything sent has left this rank, and not the host. Ends a pass that is

@@ -5,7 +5,7 @@ function that sent a State waits for its gradient. The recurrence between them r
 backward, and saves the same tensors. A tail State that lies whole in a rank's own tokens is sent before anything is received; a
 State that is cheap to compute is sent before the outputs are computed. No send is waited for, and there is no collective over the
 context group inside the stack (except with context_comm "all_gather"), so a rank goes on to the next layer while its right
-neighbour works on this one.
+neighbour works on this one. (A pass that is recorded as a CUDA graph ends when all that it sends has left.)
 
 Time: let L layers take t seconds each on P ranks, a message m seconds, and let w be the seconds from receiving the initial State to
 having the final one. A pass takes L t + (P - 1) (m + w): rank r trails rank 0 by r (m + w), once and not per layer. w is the
@@ -99,7 +99,7 @@ class _StateChannel:
         with self.link.side_stream.use():
             state, specs = make(), self._specs(direction)
             if self.link.observer is not None:
-                self.link.observer(direction, self.tag, state)
+                self.link.observer.observe(direction, self.tag, state)
             if self.virtual_rank.next(direction) is not None:
                 self.link.send(direction, self.tag, {spec.name: state[spec.name].to(spec.dtype) for spec in specs}, specs)
         return state

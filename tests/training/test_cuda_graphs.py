@@ -13,6 +13,7 @@ from baton.parallel import mesh as meshes
 from baton.parallel.cast_weights import drop_cast_weights
 from baton.parallel.config import LayoutConfig
 from baton.training.build import build, make_deterministic
+from baton.training.monitoring.state_gradients import StateGradientMonitor
 from baton.training.step.cuda_graphs import CudaGraphRecorder, CudaGraphs
 from baton.training.step.executor import StepExecutor
 
@@ -47,6 +48,8 @@ def steps(mesh, mixer, recorder, compute_dtype="bfloat16", recompute="none"):
     train_state = build(model_of(mixer), config, mesh)
     graphs = None if recorder is None else CudaGraphs(train_state.model, recorder)
     executor, found = StepExecutor(train_state.model, train_state.engine, mesh, cuda_graphs=graphs), []
+    link = train_state.model.link
+    monitor = None if link is None else StateGradientMonitor(train_state.model, link, mesh, keep=True)
     victim = train_state.model.embedding.weight
     for step in range(5):
         planted, before = step == 3, victim.detach().clone()
@@ -55,10 +58,13 @@ def steps(mesh, mixer, recorder, compute_dtype="bfloat16", recompute="none"):
                 victim[:, 1] = torch.nan
             drop_cast_weights(train_state.model)
         ranks = mesh.layout.context
+        if monitor is not None:
+            monitor.start()
         own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch_size, mesh.context_rank, ranks)
         result = executor.step([cut(b, 24 // ranks if step < 2 else 13 // ranks, mesh.device) for b in own], 3e-3)
         assert result.updated is not planted, result
-        found.append((str(result.loss), str(result.grad_norm), result.labels, str(result.nonfinite)))
+        seen = None if monitor is None or planted else monitor.read(24 // ranks)
+        found.append((str(result.loss), str(result.grad_norm), result.labels, str(result.nonfinite), seen))
         if planted:
             with torch.no_grad():
                 victim.copy_(before)
@@ -170,17 +176,23 @@ class Recorder:
 
 seen = []
 FORMS = ({}, {"recompute": "full"}, {"recompute": "selective"}, {"compute_dtype": "float32"})
-for (name, settings), (changes, tensor) in product(kinds().items(), [*((form, 1) for form in FORMS), ({}, 2)]):
+ALONE, COMM = LayoutConfig(), ("ring", "early", "all_gather")
+LAYOUTS = [LayoutConfig(tensor=2), *(LayoutConfig(context=2, context_comm=comm) for comm in COMM)]
+for (name, settings), (changes, layout) in product(
+    kinds().items(), [*((form, ALONE) for form in FORMS), *(({}, layout) for layout in LAYOUTS)]
+):
+    if layout.context > 1 and settings.small().state_grows:
+        continue
     model = ModelConfig(d_model=SMALL_WIDTH, n_layers=2, vocab_size=64, pattern=[name], mixers={name: settings.small()})
     values = {"steps": 1, "sequence_length": 64, "global_batch_tokens": 128, "micro_batch_size": 2}
     values |= {"compute_dtype": "bfloat16", **changes}
     with compiling(Target(90)):
-        mesh = meshes.initialize(LayoutConfig(tensor=tensor), device=META, rank=0, store=FakeStore())
+        mesh = meshes.initialize(layout, device=META, rank=0, store=FakeStore())
         built = build_model(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), META, mesh)
         ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
         with fused_grad_accumulation():
             CudaGraphs(built, Recorder).runner([Batch(ids, ids, pos)], 1.0)
-        if changes == {} and not settings.small().state_grows:  # and a step of decoding
+        if changes == {} and layout == ALONE and not settings.small().state_grows:  # and a step of decoding
             with torch.no_grad():
                 states = built(ids, pos)[1]
                 draws = torch.empty(2, 9, dtype=torch.float64, device=META)

@@ -17,7 +17,12 @@ class StateGradientCallback(Callback):
     def __init__(self, train_state: TrainState, metrics: MetricsLogger | None, training: TrainingConfig) -> None:
         model, mesh = train_state.model, train_state.mesh
         self._metrics, self._training, self._mesh = metrics, training, mesh
-        self._gradient_monitor = None if model.link is None else StateGradientMonitor(model, model.link, mesh)
+        # recorded passes observe every step, since what they do is fixed
+        self._always = training.cuda_graphs is True
+        observed = model.link is not None and training.monitoring.state_grad_norm_every
+        self._gradient_monitor = (
+            StateGradientMonitor(model, model.link, mesh, keep=self._always) if observed and model.link is not None else None
+        )
 
     def on_train_start(self, progress: RunProgress) -> None:
         self._observe_next(progress)
@@ -28,13 +33,13 @@ class StateGradientCallback(Callback):
     def _observe_next(self, progress: RunProgress) -> None:
         """Observe the next step if its norms are due."""
         if self._gradient_monitor is not None:
-            (self._gradient_monitor.start if self._is_due(progress.step + 1) else self._gradient_monitor.stop)()
+            due = self._is_due(progress.step + 1)
+            (self._gradient_monitor.start if due or self._always else self._gradient_monitor.stop)()
 
     def after_step(self, progress: RunProgress, result: StepResult) -> None:
         if self._gradient_monitor is None:
             return
         if self._is_due(progress.step):
-            self._gradient_monitor.stop()
             segment = self._training.at(progress.step - 1).segment
             found = self._gradient_monitor.read(segment // self._mesh.layout.context, cut=self._training.carries_lane_states)
             if self._metrics is not None and found is not None:
@@ -42,5 +47,4 @@ class StateGradientCallback(Callback):
         self._observe_next(progress)
 
     def _is_due(self, step: int) -> bool:
-        every = self._training.monitoring.state_grad_norm_every
-        return bool(every) and step % every == 0
+        return step % self._training.monitoring.state_grad_norm_every == 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.data_pipeline.packing import IGNORE_INDEX, Batch
 from baton.kernels.protocol import State
 from baton.models.lm import LanguageModel
-from baton.parallel.context_parallel import ContextLink, Direction, MessageTag
+from baton.parallel.context_parallel import ContextLink, Direction, MessageTag, StateObserver
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import StepSchedule
 from baton.training.evaluation.long_context import context_of_segments, sum_over_ranks
@@ -71,13 +71,17 @@ class StateGradients:
 class StateGradientMonitor:
     """Observes the State gradients that leave segments on this rank; sums of squares stay on the device until `read`.
 
+    keep: sums stay in the same memory from `start` to `start`, as passes need that are recorded as CUDA graphs with the observer in
+    them; the boundaries are then the same in all steps.
+
     Nothing is observed if context ranks all-gather their States (layout.context_comm) and sequences are not split in time.
     A State that all tensor ranks hold whole has the whole gradient on each of them, and counts once; under
     layout.sequence_parallel each rank has a part of its gradient, and the parts' squares are summed.
     """
 
-    def __init__(self, model: LanguageModel, link: ContextLink, mesh: Mesh) -> None:
-        self._link, self._mesh = link, mesh
+    def __init__(self, model: LanguageModel, link: ContextLink, mesh: Mesh, *, keep: bool = False) -> None:
+        self._link, self._mesh, self._keep = link, mesh, keep
+        self._before: StateObserver | None = None
         # an observer sees tensors alone: what is held whole is known by its shape
         self._whole = {
             number: {leaf.shape for leaf in leaves if leaf.grad and leaf.tp is None and not model.sequence_parallel}
@@ -96,13 +100,19 @@ class StateGradientMonitor:
             self.stop()
 
     def start(self) -> None:
-        """Forget earlier observations and begin to observe."""
-        self._squares.clear()
-        self._count = 0
-        self._link.observer = self._observe
+        """Forget earlier observations and begin to observe, instead of another observer until `stop`."""
+        if self._keep:
+            if kept := [square for of_border in self._squares.values() for square in of_border.values()]:
+                torch._foreach_zero_(kept)
+        else:
+            self._squares.clear()
+            self._count = 0
+        if self._link.observer is not self:
+            self._before, self._link.observer = self._link.observer, self
 
     def stop(self) -> None:
-        self._link.observer = None
+        if self._link.observer is self:
+            self._before, self._link.observer = None, self._before
 
     def read(self, span: int, *, cut: bool = False) -> StateGradients | None:
         """Observations of all ranks; None if no boundary was crossed. Collective.
@@ -131,14 +141,15 @@ class StateGradientMonitor:
             norms.setdefault(name, {})[layer] = [square**0.5 if passed else None for square, passed in found][first:]
         return StateGradients(span, list(range(first, count)), norms)
 
-    def _observe(self, direction: Direction, carrier: MessageTag, state: State) -> None:
+    def observe(self, direction: Direction, tag: MessageTag, state: State) -> None:
+        """Add the squares of a State's gradient to the sums."""
         if direction == "right":
             return
-        place = carrier.virtual_rank
+        place = tag.virtual_rank
         self._count = place.segments * place.size
-        _, layer, block = carrier.where.split(".", 2)
+        _, layer, block = tag.where.split(".", 2)
         boundary = place.segment * place.size + place.rank
-        of_border = self._squares[layer, f"{block} {carrier.name}"]
+        of_border = self._squares[layer, f"{block} {tag.name}"]
         for x in state.values():
             if not x.is_floating_point():
                 continue
@@ -146,7 +157,9 @@ class StateGradientMonitor:
             square = torch.linalg.vector_norm(x, dtype=torch.float64).square()
             if self._mesh.tensor_rank and tuple(x.shape[1:]) in self._whole[layer]:
                 square = torch.zeros_like(square)
-            of_border[boundary] = of_border[boundary] + square if boundary in of_border else square
+            if boundary not in of_border:
+                of_border[boundary] = torch.zeros_like(square)
+            of_border[boundary].add_(square)
 
 
 def gradient_reach(

@@ -2,9 +2,9 @@
 
 A graph replays its kernels on the memory with which they were recorded. So everything that changes from pass to pass
 (tokens, the loss scale, weights in the compute dtype) is copied to where the kernels read it, and gradients accumulate in
-fixed buffers. Python code runs only while the passes are recorded: for all layers and whole sequences, whose passes never
-synchronize with the host. Collectives of tensor-parallel ranks and the messages between context-parallel ranks are recorded
-with the rest; all of these ranks record and replay alike.
+fixed buffers. Python code runs only while the passes are recorded: for all layers and sequences that are not cut in time,
+whose passes never synchronize with the host. Collectives of tensor-parallel ranks, the messages between context-parallel
+ranks and what observes them are recorded with the rest; all of these ranks record and replay alike.
 """
 
 import gc
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from baton.data_pipeline.packing import Batch
 from baton.models.lm import LanguageModel
 from baton.parallel.cast_weights import CastWeightCache
+from baton.parallel.context_parallel import StateObserver
 from baton.parallel.pipeline import Operation
 
 Run = Callable[[], None]
@@ -80,6 +81,7 @@ class _RecordedGraphs:
     copies: Sequence[tuple[CastWeightCache, Tensor]]
     gradients: Sequence[tuple[nn.Parameter, Tensor]]
     read: tuple[int, ...]
+    observer: StateObserver | None
 
 
 class CudaGraphs:
@@ -93,10 +95,12 @@ class CudaGraphs:
     def runner(self, batches: Sequence[Batch[Tensor]], scale: float) -> "CudaGraphRunner":
         """A runner for a step's micro-batches, all of one shape; no gradients may exist before it.
 
-        The first call records, and so does a call with another shape, or after a parameter has moved to other memory.
+        The first call records, and so does a call with another shape, with another observer of the States that pass between
+        ranks, or after a parameter has moved to other memory.
         """
         found = self._recorded
-        if found is None or found.batch.tokens.shape != batches[0].tokens.shape or found.read != self._addresses():
+        same = found is not None and found.batch.tokens.shape == batches[0].tokens.shape and found.observer is self._observer()
+        if found is None or not same or found.read != self._addresses():
             found = None  # gives its memory back first
             self.release()
             found = self._recorded = self._record(batches[0])
@@ -115,6 +119,9 @@ class CudaGraphs:
         recorded, self._recorded = self._recorded, None
         if recorded is not None:
             recorded.recorder.release()
+
+    def _observer(self) -> StateObserver | None:
+        return None if self._model.link is None else self._model.link.observer
 
     def _addresses(self) -> tuple[int, ...]:
         return tuple(p.data_ptr() for p in self._model.parameters())
@@ -152,7 +159,10 @@ class CudaGraphs:
             if isinstance(m, CastWeightCache) and m._cast_weight_cache is not None
         ]
         passes = recorder.record(forward), recorder.record(backward)
-        return _RecordedGraphs(recorder, *passes, batch, scale, total, copies, gradients, self._addresses())
+        read, observer = self._addresses(), self._observer()
+        if observer is not None:
+            observer.start()  # without the pass that was warming up
+        return _RecordedGraphs(recorder, *passes, batch, scale, total, copies, gradients, read, observer)
 
 
 def _reset_buffers(recorded: _RecordedGraphs) -> None:
@@ -163,7 +173,7 @@ def _reset_buffers(recorded: _RecordedGraphs) -> None:
 
 
 class CudaGraphRunner:
-    """Runs a step's operations as MicrobatchRunner does, for whole sequences. total: sum of the scaled losses."""
+    """Runs a step's operations as MicrobatchRunner does, for sequences not cut in time. total: sum of the scaled losses."""
 
     def __init__(self, recorded: _RecordedGraphs, batches: Sequence[Batch[Tensor]]) -> None:
         self._recorded, self._batches, self.total = recorded, batches, recorded.total

@@ -65,7 +65,7 @@ class StepExecutor:
         schedule: how sequences are split in time; None: not. May be replaced between steps.
         lanes: States carried from step to step (truncated BPTT); None: none.
         anomaly_detector: judges finite losses and norms; None: accepts all.
-        cuda_graphs: record and replay the passes as CUDA graphs; only for whole sequences on one stage.
+        cuda_graphs: record and replay the passes as CUDA graphs; only on one stage, for sequences that are not cut in time.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StepExecutor:
         self.compute_update_norm = False  # whether steps compute the norm of the parameters' change
 
     def close(self) -> None:
-        """Free the recorded CUDA graphs. Called behind the last step, before the process groups are destroyed."""
+        """Free the recorded CUDA graphs. Called behind the last step too, before the process groups are destroyed."""
         if self._cuda_graphs is not None:
             self._cuda_graphs.release()
 
@@ -158,7 +158,7 @@ class StepExecutor:
         # what looks at gradients sees those that autograd hands to parameters
         with self.engine.gradients(), fused_grad_accumulation() if trace is None else nullcontext():
             runner: MicrobatchRunner | CudaGraphRunner
-            if self._cuda_graphs is not None and trace is None and not self._observed():
+            if self._cuda_graphs is not None and trace is None:
                 runner = self._cuda_graphs.runner(batches, scale)
             else:
                 runner = MicrobatchRunner(self.model, batches, scale, self.schedule, self.lanes, self.model.forward_context)
@@ -181,6 +181,7 @@ class StepExecutor:
 
     def _trace_nonfinite(self, batches: Sequence[Batch[Tensor]], scale: float) -> NonFiniteReport | None:
         """Run the step again from the same States under `NonFiniteTrace`; its gradients are discarded."""
+        self.close()  # there may be no room for a plain pass beside the recorded ones, which the next step records again
         if self.lanes is not None:
             self.lanes.restore()
         trace = NonFiniteTrace(self.model, self.mesh, batches[0].tokens.shape[1] // self.schedule.segments)
@@ -188,10 +189,6 @@ class StepExecutor:
             self._forward_backward(batches, scale, trace)
         self.engine.step(lambda norm: True)
         return trace.first_report()
-
-    def _observed(self) -> bool:
-        """Whether States are looked at on their way between ranks, which Python code does."""
-        return self.model.link is not None and self.model.link.observer is not None
 
     def _wait_for_sends(self) -> None:
         for link in (self.mesh.pipeline, self.model.link):
