@@ -23,6 +23,7 @@ from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
 from baton.parallel.errors import CommError, LayoutError
 from baton.parallel.p2p import Channel, make_channels
+from baton.parallel.side_stream import SideStream
 
 Direction = Literal["right", "left"]
 """States go right, gradients of States left."""
@@ -75,39 +76,6 @@ class StateObserver(Protocol):
 
     def start(self) -> None:
         """Forget what was observed."""
-
-
-class SideStream:
-    """A CUDA stream for communication, next to the current stream that computes. On a CPU its methods do nothing.
-
-    A tensor that is made on one of the two streams and read on the other must not be freed for reuse too early: tensors of the
-    computing stream live until `join`, tensors made on the side stream are passed to `join`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """Run the body on the side stream."""
-        if self._stream is None:
-            yield
-        else:
-            with torch.cuda.stream(self._stream):
-                yield
-
-    def wait_current_stream(self) -> None:
-        """The side stream waits for all work submitted to the current stream so far."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-
-    def join(self, state: State | None = None) -> None:
-        """The current stream waits for all work on the side stream so far. state: made there and read from here on."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._stream.device)
-            current.wait_stream(self._stream)
-            for x in (state or {}).values():
-                x.record_stream(current)
 
 
 class ContextLink:

@@ -78,15 +78,15 @@ def test_what_is_set_is_not_changed():
 def test_what_was_out_of_memory_is_not_chosen_again():
     config, failed, taken = load(RUN), [], []
 
-    def peak_of(pair):
+    def planned(pair):
         return automatic.planned_peak(load(RUN, words_of(*pair)))
 
     while not taken or len(set(taken)) == len(taken):
         taken.append(chosen(config, failed=failed))
-        failed.append(peak_of(taken[-1]))
+        failed.append(planned(taken[-1]))
     *taken, again = taken
     assert again == taken[-1], "the last one has no successor"
-    lower = [pair for n, pair in enumerate(PAIRS) if all(peak_of(pair) < peak_of(before) for before in PAIRS[:n])]
+    lower = [pair for n, pair in enumerate(PAIRS) if all(planned(pair) < planned(before) for before in PAIRS[:n])]
     assert taken == lower
     assert sorted(failed[:-1], reverse=True) == failed[:-1]
     assert taken[-1][0] == "full"
