@@ -50,7 +50,7 @@ ROUNDED_ZERO = 1e-13
 def assert_equal(found, expected, tolerance, context=""):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        error = relative_error(found[name], torch.zeros_like(value) if value.norm() < ROUNDED_ZERO else value)
+        error = relative_error(found[name], torch.zeros_like(value) if value.double().norm() < ROUNDED_ZERO else value)
         assert error <= tolerance, f"{name} {context}: {error:.1e}"
 
 
