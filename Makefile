@@ -9,7 +9,7 @@ demo:  ## four minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
 	@.venv/bin/python -P -m baton.launcher.demo
 
-# which tests go together, and which are begun first: tests/conftest.py. Three processes for two cores: some tests wait for a time
+# which tests go together, and which are begun first: tests/conftest.py. Four processes for two cores: some tests wait for a time
 # limit or for SLURM
 test:  ## everything that runs without a GPU
 	@scripts/setup.sh test lint oracles
@@ -17,7 +17,7 @@ test:  ## everything that runs without a GPU
 
 # its lines as they come; what `make lint` says beside it is printed as a whole
 tests:
-	+@$(PYTEST) -q -n 3 --dist loadgroup --no-loadscope-reorder
+	+@$(PYTEST) -q -n 4 --dist loadgroup --no-loadscope-reorder
 
 test-long:  ## the long forms: every mixer learns, 100,000 steps of every state
 	@scripts/setup.sh test oracles

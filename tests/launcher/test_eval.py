@@ -257,6 +257,7 @@ def theirs(harness):
     return HFLM(pretrained=model, tokenizer=fast, batch_size=1, device="cpu")
 
 
+@pytest.mark.long
 def test_tasks_have_the_numbers_of_lm_evals_own_backend(harness, theirs, tmp_path, capsys):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

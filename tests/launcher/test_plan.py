@@ -16,7 +16,6 @@ from support.measured_costs import (
     ODD_SEQUENCE_LENGTH,
     RECOMPUTED,
     SELECTIVELY,
-    SENT_WITH,
     SEQUENCE_LENGTH,
     SHARED,
     SHARED_BY,
@@ -27,6 +26,7 @@ from support.measured_costs import (
     VARIANTS,
     ZERO,
     run_of,
+    sent_with,
 )
 
 from baton.launcher.config import RunConfig, load
@@ -258,8 +258,10 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
     assert found["gsa selectively"] < found["gsa"]
 
 
-@pytest.mark.parametrize("variant", EXCHANGED)
-@pytest.mark.parametrize(("compute_dtype", "recompute", "residual_dtype"), SENT_WITH)
+@pytest.mark.parametrize(
+    ("variant", "compute_dtype", "recompute", "residual_dtype"),
+    [(variant, *settings) for variant in EXCHANGED for settings in sent_with(variant)],
+)
 def test_tensor_ranks_exchange_what_is_counted(measured, variant, compute_dtype, recompute, residual_dtype):
     arithmetic = Arithmetic(
         run_of(variant, compute_dtype=compute_dtype, recompute=recompute, residual_dtype=residual_dtype, tensor=2)

@@ -47,6 +47,13 @@ HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.ge
 LIVING_WITH = [("none", "float32"), ("full", "bfloat16")]
 # precision, whether layers are run again, and what the residual stream is in
 SENT_WITH = [("float32", "none", "float32"), ("bfloat16", "full", "float32"), ("bfloat16", "none", "bfloat16")]
+
+
+def sent_with(variant):
+    """All of them where a mixer's collectives differ in kind from another's, else one."""
+    return SENT_WITH if variant in STAGED else SENT_WITH[1:2]
+
+
 STAGES = 2
 STAGED = ("mamba", "gla", "bmojo", "lattice")
 ZERO = (0, 1, 2)
@@ -232,7 +239,7 @@ def measure():
     mesh = meshes.initialize(run_of("mamba", tensor=2).layout, device=torch.device("cpu"), rank=0, store=None)
     results["sent"] = {}
     for variant in EXCHANGED:
-        for compute_dtype, recompute, residual_dtype in SENT_WITH:
+        for compute_dtype, recompute, residual_dtype in sent_with(variant):
             model, _ = model_of(variant, compute_dtype, recompute, 2, residual_dtype=residual_dtype)
             with Sent() as sent:
                 model.loss(model(read.tokens, read.pos)[0], read.labels).backward()

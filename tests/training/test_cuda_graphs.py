@@ -175,9 +175,9 @@ class Recorder:
 
 
 seen = []
-FORMS = ({}, {"recompute": "full"}, {"recompute": "selective"}, {"compute_dtype": "float32"})
-ALONE, COMM = LayoutConfig(), ("ring", "early", "all_gather")
-LAYOUTS = [LayoutConfig(tensor=2), *(LayoutConfig(context=2, context_comm=comm) for comm in COMM)]
+FORMS = ({}, {"recompute": "full"}, {"recompute": "selective"})
+ALONE = LayoutConfig()
+LAYOUTS = [LayoutConfig(tensor=2), *(LayoutConfig(context=2, context_comm=comm) for comm in ("ring", "all_gather"))]
 for (name, settings), (changes, layout) in product(
     kinds().items(), [*((form, ALONE) for form in FORMS), *(({}, layout) for layout in LAYOUTS)]
 ):
