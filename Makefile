@@ -13,7 +13,7 @@ demo:  ## four minutes: a language model trained, killed, resumed, and writing
 # limit or for SLURM
 test:  ## everything that runs without a GPU
 	@scripts/setup.sh test lint oracles
-	@$(MAKE) --no-print-directory -j 2 -O lint tests
+	@$(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-O) lint tests
 
 # its lines as they come; what `make lint` says beside it is printed as a whole
 tests:

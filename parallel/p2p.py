@@ -88,8 +88,7 @@ class Channel:
             raise CommError(f"{error_text(0.0)} ({_first_line(error)})") from None
         assert work is not None
         if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            while self._pending_sends and self._pending_sends[0][0].is_completed():
-                self._pending_sends.popleft()
+            self._forget_sent()
             _watch(work, error_text, self._timeout_s)
         with self._lock:
             self._pending_sends.append((work, message, error_text))  # keeps the memory alive until it is sent
@@ -117,7 +116,8 @@ class Channel:
         def error_text(waited: float) -> str:
             return f"rank {self._rank}: {label} was not gathered {self._why(waited)}"
 
-        self._forget_gathered()
+        if self._device.type == "cuda":  # gathers are completed in order, so that one waits for earlier ones in any case
+            (self.join_sends if torch.cuda.is_current_stream_capturing() else self._forget_sent)()
         found = message.new_empty(self._group.size(), message.numel())
         try:
             work = dist.all_gather(list(found.unbind()), message, group=self._group, async_op=True)
@@ -129,19 +129,14 @@ class Channel:
                 self._pending_sends.append((work, message, error_text))
         return self._begun(PendingRecv(found, f"{label}, gathered", error_text, work, keepalive=message))
 
-    def _forget_gathered(self) -> None:
-        """On a GPU, let go of earlier gathers: of those that are completed, and in a pass that is being recorded of all, for which
-        the current stream waits. They are completed in this order anyway."""
-        if self._device.type == "cuda":
-            recorded = torch.cuda.is_current_stream_capturing()
-            while self._pending_sends and (recorded or self._pending_sends[0][0].is_completed()):
-                work, *_ = self._pending_sends.popleft()
-                if recorded:
-                    work.wait()
+    def _forget_sent(self) -> None:
+        """On a GPU, let go of messages that have been sent."""
+        while self._pending_sends and self._pending_sends[0][0].is_completed():
+            self._pending_sends.popleft()
 
     def join_sends(self) -> None:
-        """On a GPU, let the current stream wait until everything sent has left this rank, and not the host. Ends a pass that is
-        recorded as a CUDA graph."""
+        """On a GPU, let the current stream wait until everything sent has left this rank, and not the host. A pass that is recorded
+        as a CUDA graph ends with it."""
         if self._device.type == "cuda":
             while self._pending_sends:
                 self._pending_sends.popleft()[0].wait()

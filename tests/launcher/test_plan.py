@@ -16,6 +16,7 @@ from support.measured_costs import (
     ODD_SEQUENCE_LENGTH,
     RECOMPUTED,
     SELECTIVELY,
+    SENT_WITH,
     SEQUENCE_LENGTH,
     SHARED,
     SHARED_BY,
@@ -263,6 +264,17 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
     [(variant, *settings) for variant in EXCHANGED for settings in sent_with(variant)],
 )
 def test_tensor_ranks_exchange_what_is_counted(measured, variant, compute_dtype, recompute, residual_dtype):
+    assert_exchanged(measured, variant, compute_dtype, recompute, residual_dtype)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", EXCHANGED)
+@pytest.mark.parametrize(("compute_dtype", "recompute", "residual_dtype"), SENT_WITH)
+def test_tensor_ranks_of_every_mixer_exchange_what_is_counted(variant, compute_dtype, recompute, residual_dtype):
+    assert_exchanged(measured_costs.measured("long"), variant, compute_dtype, recompute, residual_dtype)
+
+
+def assert_exchanged(measured, variant, compute_dtype, recompute, residual_dtype):
     arithmetic = Arithmetic(
         run_of(variant, compute_dtype=compute_dtype, recompute=recompute, residual_dtype=residual_dtype, tensor=2)
     )

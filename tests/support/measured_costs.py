@@ -50,7 +50,7 @@ SENT_WITH = [("float32", "none", "float32"), ("bfloat16", "full", "float32"), ("
 
 
 def sent_with(variant):
-    """All of them where a mixer's collectives differ in kind from another's, else one."""
+    """All of them for some mixers, one for the others, which the long form measures with all as well."""
     return SENT_WITH if variant in STAGED else SENT_WITH[1:2]
 
 
@@ -102,15 +102,16 @@ def run_of(
 
 
 @cache
-def measured():
+def measured(form="quick"):
     """What `measure` prints, once for all tests: in a process of its own, because it changes what torch.distributed is."""
-    done = subprocess.run([sys.executable, "-P", __file__], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", __file__, form], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure():
-    """Print, as JSON, what the variants' models keep and send on one rank, and what a step sends of ZeRO and of stages."""
+def measure(form):
+    """Print, as JSON, what the variants' models keep and send on one rank, and what a step sends of ZeRO and of stages. form:
+    "quick", or "long", in which all mixers send with each of SENT_WITH."""
     import gc
 
     import torch
@@ -239,7 +240,7 @@ def measure():
     mesh = meshes.initialize(run_of("mamba", tensor=2).layout, device=torch.device("cpu"), rank=0, store=None)
     results["sent"] = {}
     for variant in EXCHANGED:
-        for compute_dtype, recompute, residual_dtype in sent_with(variant):
+        for compute_dtype, recompute, residual_dtype in SENT_WITH if form == "long" else sent_with(variant):
             model, _ = model_of(variant, compute_dtype, recompute, 2, residual_dtype=residual_dtype)
             with Sent() as sent:
                 model.loss(model(read.tokens, read.pos)[0], read.labels).backward()
@@ -403,4 +404,4 @@ def measure():
 
 
 if __name__ == "__main__":
-    measure()
+    measure(*sys.argv[1:])

@@ -175,9 +175,12 @@ class Recorder:
 
 
 seen = []
-FORMS = ({}, {"recompute": "full"}, {"recompute": "selective"})
-ALONE = LayoutConfig()
-LAYOUTS = [LayoutConfig(tensor=2), *(LayoutConfig(context=2, context_comm=comm) for comm in ("ring", "all_gather"))]
+ALONE, comms = LayoutConfig(), ["ring", "all_gather"]
+FORMS = [{}, {"recompute": "full"}, {"recompute": "selective"}]
+if sys.argv[1:] == ["long"]:
+    FORMS.append({"compute_dtype": "float32"})
+    comms.append("early")
+LAYOUTS = [LayoutConfig(tensor=2), *(LayoutConfig(context=2, context_comm=comm) for comm in comms)]
 for (name, settings), (changes, layout) in product(
     kinds().items(), [*((form, ALONE) for form in FORMS), *(({}, layout) for layout in LAYOUTS)]
 ):
@@ -209,9 +212,10 @@ assert seen, "what is of the host is seen"
 
 
 @pytest.mark.timeout(600)
-def test_passes_ask_nothing_of_the_host(programs):
+@pytest.mark.parametrize("words", [(), pytest.param(("long",), marks=pytest.mark.long)], ids=len)
+def test_passes_ask_nothing_of_the_host(programs, words):
     """A graph has no host: on tensors that have no values, so that asking for one fails, no operation meets a tensor of the CPU."""
-    assert programs.run(OF_THE_HOST).strip() == ""
+    assert programs.run(OF_THE_HOST, *words).strip() == ""
 
 
 RUN = """

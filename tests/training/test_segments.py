@@ -194,7 +194,7 @@ def compare(pool, ranks, pipeline, cases, loosened=1):
         for name, grad in (item for result in results for item in result[n].items()):
             error = relative_error(grad, expected[name])
             limit = loosened * LIMITS[case.dtype]
-            if error > limit and case.dtype != torch.float64:
+            if error > limit and (case.dtype == torch.bfloat16 or (case.gradient is not None and case.dtype == torch.float32)):
                 # a decay's gradient is a sum that cancels: fewer digits of it are kept, whoever computes it
                 limit = max(limit, relative_error(expected[name], reference(case, exact=True)[0][name]))
             assert error <= limit, (case, ranks, pipeline, name, error, limit)

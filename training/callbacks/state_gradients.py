@@ -19,10 +19,9 @@ class StateGradientCallback(Callback):
         self._metrics, self._training, self._mesh = metrics, training, mesh
         # recorded passes observe every step, since what they do is fixed
         self._always = training.cuda_graphs is True
-        observed = model.link is not None and training.monitoring.state_grad_norm_every
-        self._gradient_monitor = (
-            StateGradientMonitor(model, model.link, mesh, keep=self._always) if observed and model.link is not None else None
-        )
+        self._gradient_monitor: StateGradientMonitor | None = None
+        if model.link is not None and training.monitoring.state_grad_norm_every:
+            self._gradient_monitor = StateGradientMonitor(model, model.link, mesh, keep=self._always)
 
     def on_train_start(self, progress: RunProgress) -> None:
         self._observe_next(progress)

@@ -99,8 +99,7 @@ class CudaGraphs:
         ranks, or after a parameter has moved to other memory.
         """
         found = self._recorded
-        same = found is not None and found.batch.tokens.shape == batches[0].tokens.shape and found.observer is self._observer()
-        if found is None or not same or found.read != self._addresses():
+        if found is None or not self._still_fits(found, batches[0]):
             found = None  # gives its memory back first
             self.release()
             found = self._recorded = self._record(batches[0])
@@ -120,6 +119,10 @@ class CudaGraphs:
         if recorded is not None:
             recorded.recorder.release()
 
+    def _still_fits(self, recorded: _RecordedGraphs, batch: Batch[Tensor]) -> bool:
+        same_shape = recorded.batch.tokens.shape == batch.tokens.shape
+        return same_shape and recorded.observer is self._observer() and recorded.read == self._addresses()
+
     def _observer(self) -> StateObserver | None:
         return None if self._model.link is None else self._model.link.observer
 
@@ -134,16 +137,17 @@ class CudaGraphs:
         losses: list[Tensor] = []
         forward_context = replace(model.forward_context, need_final_state=False)
         link = forward_context.link
+        whole_pass = nullcontext if link is None else link.recordable_pass
 
         def forward() -> None:
-            with nullcontext() if link is None else link.recordable_pass():
+            with whole_pass():
                 hidden, _ = model(batch.tokens, batch.pos, None, forward_context)
                 loss = model.loss(hidden, batch.labels) * scale
                 total.add_(loss.detach())
                 losses.append(loss)
 
         def backward() -> None:
-            with nullcontext() if link is None else link.recordable_pass():
+            with whole_pass():
                 losses.pop().backward()
 
         def both() -> None:
