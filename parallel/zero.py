@@ -103,6 +103,8 @@ def deepspeed_config(clip_norm: float, stage: int) -> dict[str, Any]:
         },
         "steps_per_print": None,
         "wall_clock_breakdown": False,
+        # it waits for the GPU in every forward pass, which keeps the host from running ahead and cannot be recorded in a CUDA graph
+        "timers": {"throughput": {"enabled": False}},
         "disable_allgather": False,
         "dump_state": False,
     }
