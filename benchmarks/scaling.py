@@ -5,7 +5,7 @@ divide one GPU's micro-batch (tensor), or have one GPU's number of micro-batches
 efficiencies: the share of the throughput of as many independent GPUs. The planned memory of the first rank and the planned seconds
 of a step are reported beside the measured ones; a plan does not include waiting.
 
-    python benchmarks/scaling.py [--model mamba-1.4b,gsa-1.3b] [--layouts one,data,sequence,tensor,pipeline] [--micro-batches 4]
+    python benchmarks/scaling.py [--model mamba-1.4b,gsa-1.3b] [--layouts data,context,tensor] [--micro-batches 4]
 
 The single GPU's runs, of both shapes and all models, go on at once, each on a GPU of its own. With --tiny it all runs on a CPU, on
 sizes that mean nothing, and writes no results.
@@ -29,7 +29,8 @@ from baton.launcher.cluster import load_cluster
 from baton.launcher.config import RunConfig
 from baton.launcher.planner.plan import make_plan
 
-LAYOUTS = ("data", "context", "tensor", "pipeline")
+LAYOUTS = ("data", "context", "tensor", "sequence_parallel", "pipeline")
+"""sequence_parallel: tensor ranks with Megatron's split of what lies between their blocks."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def case_of(model: str, layout: str, ranks: int, count: int, wide: Shape, long: 
 
 def words_of(case: Case, arguments: argparse.Namespace) -> list[str]:
     words = [] if case.layout == "one" else [f"layout.{case.layout}={case.ranks}"]
+    if case.layout == "sequence_parallel":
+        words = [f"layout.tensor={case.ranks}", "layout.sequence_parallel=true"]
     words += [f"training.global_batch_tokens={case.tokens}"]
     words += ["training.recompute=selective"] if arguments.selective else []
     words += ["training.recompute=full"] if arguments.recompute else []
@@ -129,7 +132,7 @@ def said(bench: Bench, one: Run, base: Run) -> None:
         bench.gate(str(case), case.model, case.shape, one.found, one.path)
     elif base.found is not None:
         # the same tokens only where one data rank has as many
-        limit = NEAR if case.layout == "tensor" else OTHER_TEXT
+        limit = NEAR if case.layout in ("tensor", "sequence_parallel") else OTHER_TEXT
         off = abs(one.found.loss - base.found.loss) / base.found.loss
         detail = f"first loss {one.found.loss:.5f}, of one GPU {base.found.loss:.5f}: {off:.1e} <= {limit:g}"
         report.gate(str(case), off <= limit, detail)
