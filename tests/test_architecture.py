@@ -504,7 +504,12 @@ def test_what_programs_in_strings_import_is_there():
     missing = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for module, name in IMPORT.findall(path.read_text()):
-            found = importlib.import_module(module)
+            try:
+                found = importlib.import_module(module)
+            except ModuleNotFoundError as error:  # of a package that is not needed, on an oldest or newest set of versions
+                if str(error.name).startswith("baton"):
+                    raise
+                continue
             if not hasattr(found, name) and importlib.util.find_spec(f"{module}.{name}") is None:
                 missing.append(f"{path.relative_to(ROOT)}: from {module} import {name}")
     assert not missing

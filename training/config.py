@@ -101,11 +101,11 @@ class EvaluationConfig(_Settings):
     every: int = Field(
         1000, ge=0, description="steps between evaluations; the last step is always evaluated. 0: no evaluation at all"
     )
-    tokens: int = Field(
-        1_000_000,
+    tokens: int | None = Field(
+        None,
         ge=1,
         description="tokens of the validation split that are evaluated, the same ones each time; for a synthetic task, tokens per "
-        "case",
+        "case. null: a tenth of the tokens that are trained from one evaluation to the next, at most 1,000,000",
     )
     sample_tokens: int = Field(
         128, ge=0, description="tokens of the text sample generated at each evaluation; 0: no sample. Ignored for synthetic tasks"
@@ -274,6 +274,12 @@ class TrainingConfig(_Settings):
     def at(self, step: int) -> "TrainingConfig":
         """The settings of the phase that a step is in."""
         return next(settings for first, settings in reversed(self.phases) if first <= step)
+
+    @property
+    def evaluation_tokens(self) -> int:
+        """Tokens that an evaluation reads. They do not depend on the number of steps: a run that is made longer reads the same."""
+        tenth = max(self.sequence_length, self.evaluation.every * self.global_batch_tokens // 10)
+        return self.evaluation.tokens or min(1_000_000, tenth)
 
     @property
     def segment(self) -> int:

@@ -45,7 +45,7 @@ class TaskEvaluationCallback(Callback):
         for name, case in self._cases.items():
             chosen = synthetic_evaluation_set(
                 case,
-                tokens=training.evaluation.tokens,
+                tokens=training.evaluation_tokens,
                 sequence_length=training.sequence_length,
                 micro_batch_size=training.micro_batch_size,
                 data_rank=mesh.data_rank,

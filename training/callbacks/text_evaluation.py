@@ -51,7 +51,7 @@ class TextEvaluationCallback(Callback):
                 self._tokenizer,
                 sequence_length=training.sequence_length,
                 micro_batch_size=training.micro_batch_size,
-                max_tokens=max(1, round(training.evaluation.tokens * weight)),
+                max_tokens=max(1, round(training.evaluation_tokens * weight)),
                 data_rank=mesh.data_rank,
                 data_size=mesh.layout.data,
             )
