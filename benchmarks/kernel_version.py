@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SCAN = ("diagonal_scan", "short_conv")
@@ -80,4 +81,14 @@ def _normalised(function: ast.FunctionDef) -> str:
         # keywords of tl's functions keep their names; those of kernels are numbered like the argument that they name
         if isinstance(node, ast.keyword) and node.arg is not None and node.arg in numbers:
             node.arg = number(node.arg)
-    return ast.dump(tree)
+    return _dumped(tree)
+
+
+def _dumped(node: Any) -> str:
+    """What ast.dump says, without what it says in some versions of Python only: lists that are empty, fields that are new."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_dumped, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, value) for name, value in ast.iter_fields(node) if name not in ("ctx", "kind", "type_comment") and value != [])
+    return f"{type(node).__name__}({', '.join(f'{name}={_dumped(value)}' for name, value in fields)})"
