@@ -36,7 +36,14 @@ IMPORTED = (
         for name in ("build", "evaluation.evaluate", "evaluation.generation", "loop", "monitoring.profiler")
     ),
     "baton.models.mixers.mamba",
-    # what DeepSpeed imports late
+    "baton.launcher.ahead",
+    # what TensorBoard, torch's first backward pass and DeepSpeed import late
+    "tensorboard.summary.writer.event_file_writer",
+    "tensorboard.compat.tensorflow_stub",
+    "numpy.random",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.tensorboard",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )

@@ -1,5 +1,7 @@
 """Small models and batches for distributed tests and their one-process references."""
 
+from functools import cache
+
 import torch
 
 from baton.data_pipeline.packing import Batch
@@ -51,6 +53,12 @@ def training(**changes) -> TrainingConfig:
 
 def step_batch(step: int) -> Batch:
     """The global batch of a step: packed documents of different lengths, with a few ignored labels."""
+    made = _step_batch(step)
+    return Batch(made.tokens.clone(), made.labels.clone(), made.pos.clone())
+
+
+@cache
+def _step_batch(step: int) -> Batch:
     g = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(61, (SEQUENCES, SEQUENCE_LENGTH), generator=g)
     labels = torch.randint(61, (SEQUENCES, SEQUENCE_LENGTH), generator=g)

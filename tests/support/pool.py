@@ -22,7 +22,11 @@ from pathlib import Path
 from baton.parallel.config import LayoutConfig
 
 _modules: dict[str, object] = {}
-_IMPORTS = ["baton.training.loop", "deepspeed", "megatron.core.parallel_state", "pytest", "hypothesis"]
+_IMPORTS = [
+    *("baton.training.loop", "baton.models.lm", "deepspeed", "megatron.core.parallel_state", "pytest", "hypothesis"),
+    # what torch's first backward pass and DeepSpeed import late
+    *("torch.fx.experimental.symbolic_shapes", "setuptools", "deepspeed.module_inject.auto_ep_layer"),
+]
 """Imported once, by the process from which the CPU ranks are forked."""
 _ENDING_S = 10.0  # that all processes of a pool may take together
 
@@ -76,7 +80,7 @@ def _serve(connection, rank: int, device: str) -> None:
 
     if device == "cpu":
         _share_gloo_device()
-    mesh, world = None, None
+    mesh, world, frozen = None, None, False
     while True:
         job = connection.recv()
         if job is None:
@@ -101,6 +105,9 @@ def _serve(connection, rank: int, device: str) -> None:
                     torch.set_deterministic_debug_mode("default")
                     mesh = _leave() if device == "cpu" else mesh
             connection.send(("ok", result))
+            if not frozen and mesh is None:
+                frozen = True
+                gc.freeze()  # and what the first job has imported
         except BaseException:
             connection.send(("error", traceback.format_exc()))
 
