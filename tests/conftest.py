@@ -21,23 +21,25 @@ if not torch.cuda.is_available():
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
 
+COMPARED_WITH_A_RUN = ("run", "chaos", "automatic", "eval", "export", "finished_run", "load", "segmented_run")
+
 TOGETHER = {
     # there is one SLURM on the machine
     "tests/slurm/": "slurm",
     # what models keep and send is measured once for all of them
     "tests/launcher/test_plan": "plan",
+    # they compare with one run
+    **dict.fromkeys((f"tests/launcher/test_{name}.py" for name in COMPARED_WITH_A_RUN), "runs"),
 }
 """The start of a test's name to its group, for tests that one worker has to run; all others are grouped by file."""
 
 FIRST = (
     "slurm",
+    "runs",
     "tests/kernels/test_compiled.py",
     "plan",
-    "tests/launcher/test_run.py",
     "tests/kernels/test_read_only.py",
     "tests/training/test_grid.py",
-    "tests/launcher/test_chaos.py",
-    "tests/launcher/test_segmented_run.py",
     "tests/launcher/test_profile.py",
 )
 """Groups in the order in which they are begun: those that take longest, which `make test` names at its end, so that the workers

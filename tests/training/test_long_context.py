@@ -290,7 +290,7 @@ def run(data, pool, tmp_path_factory):
                 "every": 4,
                 "tokens": 300,
                 "sample_tokens": 0,
-                "long_tokens": 390,
+                "long_tokens": 198,
                 "long_rows": 2,
                 "gradient_reach_segment_length": 8,
                 "gradient_reach_segments": 6,
@@ -331,10 +331,10 @@ def test_a_resumed_run_records_what_it_sees_without_gap_or_overlap(run, resumed)
 def test_the_record_of_a_run_has_what_was_asked_for(run):
     for row in of_kind(run, "long_context"):
         assert row["positions"][:3] == [8, 16, 24]
-        assert row["positions"][-1] == 400, "whole segments"
+        assert row["positions"][-1] == 208, "whole segments"
         assert set(row["states"]) == {"mamba.conv", "mamba.h", "lattice.conv", "lattice.S"}
         assert row["losses"][0]["labels"] >= 2, "each document's first token"
-        assert sum(bucket["labels"] for bucket in row["losses"]) <= 2 * 400
+        assert sum(bucket["labels"] for bucket in row["losses"]) <= 2 * 208
         assert row["losses"][-1]["from"] > 64, "far beyond the training context"
     for row in of_kind(run, "state_gradients"):
         assert (row["span"], row["boundaries"]) == (8, [0, 1, 2, 3]), "the cut is a border too"
