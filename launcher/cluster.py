@@ -36,6 +36,13 @@ class Bandwidth(_Settings):
 
     in_node: float = Field(gt=0, description="to the other GPUs of its node")
     between_nodes: float = Field(gt=0, description="to other nodes, its share of the node's network")
+    share_in_passes: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="of these rates, what collectives within a layer reach: those of tensor ranks, which are small, and begin when "
+        "the slowest rank comes",
+    )
 
 
 class Cluster(_Settings):

@@ -17,6 +17,12 @@ class ConfigError(Exception):
     exit_status = 2
 
 
+class ProcessEndedError(Exception):
+    """A process that this one had started was ended by the system or by somebody."""
+
+    exit_status = 1
+
+
 class BusyError(Exception):
     """Another process holds or creates the run directory. The same command works when that process has ended, so exit_status is 75
     (sysexits' EX_TEMPFAIL).

@@ -1,20 +1,41 @@
 """`baton eval --data`, `--tasks` and `--long-context`: a trained model on any dataset, on lm_eval's tasks, and on long texts."""
 
+import multiprocessing
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import EvaluationStream
-from baton.launcher.errors import ConfigError
+from baton.launcher.errors import ConfigError, ProcessEndedError
 from baton.launcher.evaluate import NAME, sheet_of
 from baton.launcher.inputs import read_text
 from baton.launcher.load import device_of, find_checkpoint, load_checkpoint, load_model
 from baton.launcher.run_directory import read_config
+from baton.parallel.mesh import local_device
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.evaluation.loaded_model import LoadedModel
-from baton.training.evaluation.windows import evaluate_windows
+from baton.training.evaluation.windows import WindowSums, evaluate_windows, joined
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """What to evaluate: a model, a dataset's split, windows of `length` tokens, `batch` together, and labels at most."""
+
+    place: Path
+    checkpoint: Path | None
+    step: int | None
+    data: str
+    split: str
+    length: int
+    tokens: int | None
+    batch: int
 
 
 def evaluate_data(
@@ -29,25 +50,50 @@ def evaluate_data(
     split: str,
     by_position: bool,
     batch: int,
+    ranks: int | None,
 ) -> None:
     """Loss, perplexity and bits per byte of a split's documents in windows of `length` tokens; appends a row to evaluations.jsonl.
 
-    Raises ConfigError for a place that is no model, DataError for no such dataset or split, and for another tokenizer's ids.
+    ranks: processes, each of which has a share of the windows, and a GPU of its own; None: one for each GPU, one on a CPU.
+
+    Raises ConfigError for a place that is no model, DataError for no such dataset or split, and for another tokenizer's ids, and
+    LayoutError for more ranks than GPUs.
     """
     checkpoint, row, folder = _found(place, step)
     if length is None and checkpoint is None:
         raise ConfigError(f"{place}: an exported folder does not say the length of training; give --length")
     length = length or read_config(folder / "config.yaml").training.sequence_length
-    dataset = Dataset.open(data)
+    Dataset.open(data).require(split)
     sheet = sheet_of(folder, out)
-    loaded = _loaded(place, checkpoint, step, device)
+    wanted = _Windows(place, checkpoint, step, data, split, length, tokens, batch)
+    if ranks is None:
+        ranks = max(1, torch.cuda.device_count()) if device != "cpu" else 1
+    local_device(0, ranks, device)  # refuses more than there are
+    if ranks == 1:
+        shares = [_share(wanted, device, 0, 1)]
+    else:
+        with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as pool:
+            working = [pool.submit(_share, wanted, device, rank, ranks) for rank in range(ranks)]
+            try:
+                shares = [one.result() for one in working]
+            except BrokenProcessPool:
+                raise ProcessEndedError("a process was ended, maybe for lack of memory; give fewer --ranks") from None
+    about = {**row, "data": data, "split": split, "length": length, "documents": shares[0].documents}
+    sheet.write({**about, **joined(shares).to_json(by_position=by_position)})
+
+
+def _share(wanted: _Windows, device: str, rank: int, ranks: int) -> WindowSums:
+    """One process's sums."""
+    on = local_device(rank, ranks, device)
+    if on.type == "cuda":
+        torch.cuda.set_device(on)
+    elif ranks > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    loaded = _loaded(wanted.place, wanted.checkpoint, wanted.step, on)
     assert loaded.tokenizer is not None
-    chosen = EvaluationStream(
-        dataset, loaded.tokenizer, split=split, sequence_length=length, micro_batch_size=batch, max_tokens=tokens
-    )
-    found = evaluate_windows(loaded.model, chosen)
-    about = {**row, "data": data, "split": split, "length": length, "documents": chosen.documents}
-    sheet.write({**about, **found.to_json(by_position=by_position)})
+    sizes = {"sequence_length": wanted.length, "micro_batch_size": wanted.batch, "max_tokens": wanted.tokens}
+    chosen = EvaluationStream(Dataset.open(wanted.data), loaded.tokenizer, split=wanted.split, **sizes)
+    return evaluate_windows(loaded.model, chosen, rank, ranks)
 
 
 def evaluate_tasks(
@@ -160,7 +206,7 @@ def _found(place: Path, step: int | None) -> tuple[Path | None, dict[str, Any], 
     return checkpoint, {"step": Manifest.read(checkpoint).step}, folder
 
 
-def _loaded(place: Path, checkpoint: Path | None, step: int | None, device: str) -> LoadedModel:
+def _loaded(place: Path, checkpoint: Path | None, step: int | None, device: str | torch.device) -> LoadedModel:
     loaded = load_model(place, step=step, device=device) if checkpoint is None else load_checkpoint(checkpoint, device_of(device))
     if loaded.tokenizer is None:
         raise ConfigError(f"{place}: there is no tokenizer, so no text can be scored; give a run on data.kind=shards")

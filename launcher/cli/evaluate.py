@@ -11,9 +11,7 @@ from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_i
 
 
 def add(commands: Subparsers) -> None:
-    parser = add_command(
-        commands, "eval", _run, "evaluate a checkpoint in one process: on its validation set, other data, tasks, or long texts"
-    )
+    parser = add_command(commands, "eval", _run, "evaluate a checkpoint: on its validation set, other data, tasks, or long texts")
     parser.add_argument(
         "folder", metavar="RUN", type=Path, help="a run directory; for all but its own validation set also an exported folder"
     )
@@ -35,6 +33,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--samples", type=positive_int, default=8, metavar="N", help="with --long-context: prompts of each kind")
     parser.add_argument("--seed", type=int, default=0, help="with --long-context: of what is asked for")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="with --long-context: the heat map (default: beside the row)")
+    parser.add_argument("--ranks", type=positive_int, metavar="N", help="with --data: processes (default: one for each GPU)")
     parser.add_argument("--batch", type=positive_int, default=16, metavar="N", help="rows evaluated together (default 16)")
     parser.add_argument("--out", type=Path, help="the file that gets a row (default RUN/evaluations.jsonl)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -79,7 +78,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.data is not None:
         from baton.launcher.evaluate_model import evaluate_data
 
-        settings = {"length": arguments.length, "tokens": arguments.tokens, "split": arguments.split, "batch": arguments.batch}
+        settings = {"length": arguments.length, "tokens": arguments.tokens, "split": arguments.split}
+        settings |= {"batch": arguments.batch, "ranks": arguments.ranks}
         evaluate_data(folder, arguments.data, step=step, device=device, out=out, by_position=arguments.by_position, **settings)
         return
     if arguments.tasks is not None:

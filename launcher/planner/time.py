@@ -1,9 +1,9 @@
 """How long a run's steps take, estimated: work at a cluster's rates, one kind after the other, as long as the slowest stage takes.
 
 Nothing overlaps, and nothing waits: not for kernels to start, for messages to arrive, nor for a recurrence's steps that follow one
-another. An estimate is what good kernels and long sequences approach. On one H200, steps of 1.3B models (benchmarks/results,
-train_step) took 0.95 to 1.6 times as long as estimated with 16,384 tokens a micro-batch, and four times with 2,048 tokens, where
-the GPU waits for the host.
+another. An estimate is what good kernels and long sequences approach. On one to four H100s and H200s, recorded steps of Mamba and
+GSA at 1.3B with 16,384 tokens a micro-batch took 0.95 to 1.15 times as long as estimated; two of the clusters' rates were set by
+them (benchmarks/results/scaling.json). Where the GPU waits for the host, with 2,048 tokens, a step took four times as long.
 """
 
 from dataclasses import dataclass
@@ -106,7 +106,11 @@ def _stage_seconds(
 
     def sending(*, once: bool, survey: bool) -> float:
         these = [one for one in sent if one.once is once and one.survey is survey]
-        return sum(cluster.seconds(one.bytes, one.members, one.stride, pairs=one.pairs) for one in these)
+        share = cluster.bandwidth_gb_s.share_in_passes
+        return sum(
+            cluster.seconds(one.bytes, one.members, one.stride, pairs=one.pairs) / (1 if once or one.pairs else share)
+            for one in these
+        )
 
     work = arithmetic.operations()
     own, surveyed = seconds(work), seconds(arithmetic.surveying())

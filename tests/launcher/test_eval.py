@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from support.gone_rank import ended
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import baton
+from baton.launcher import evaluate_model
 from baton.launcher.cli import main
 from baton.launcher.cli.evaluate import check_evaluations
 from baton.training.evaluation import generation, long_context_scores, windows
@@ -57,6 +59,10 @@ def test_data_is_scored_as_training_scores_it(here, undisturbed, tmp_path, capsy
     monkeypatch.setattr(windows, "PREFILL_TOKENS", 80)
     pieces = evaluated(undisturbed, tmp_path, *words)
     assert pieces["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    parts = evaluated(undisturbed, tmp_path, *words, "--ranks", "2", "--by-position")
+    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert {name: parts[name] for name in ("tokens", "documents")} == {name: whole[name] for name in ("tokens", "documents")}
+    assert sum(one["labels"] for one in parts["by_position"]) == parts["tokens"]
     assert main(["export", str(undisturbed), "--out", str(tmp_path / "out")]) == 0
     exported = evaluated(tmp_path / "out", tmp_path, *words)
     assert exported["loss"] == pytest.approx(whole["loss"], rel=1e-5)
@@ -64,6 +70,14 @@ def test_data_is_scored_as_training_scores_it(here, undisturbed, tmp_path, capsy
     capsys.readouterr()
     assert main(["eval", str(tmp_path / "out"), "--data", str(here.shards)]) == 2
     assert "does not say the length of training; give --length" in capsys.readouterr().err
+
+
+def test_a_process_that_is_ended_leaves_no_row(here, undisturbed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate_model, "_share", ended)
+    out = tmp_path / "rows.jsonl"
+    assert main(["eval", str(undisturbed), "--device", "cpu", "--data", str(here.shards), "--ranks", "2", "--out", str(out)]) == 1
+    assert capsys.readouterr().err == "baton: a process was ended, maybe for lack of memory; give fewer --ranks\n"
+    assert out.read_text() == ""
 
 
 def test_loss_by_position_is_that_of_tokens_seen_before(here, undisturbed, tmp_path):

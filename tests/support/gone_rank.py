@@ -68,3 +68,8 @@ def _steps(rank: int, folder: Path, fault: str, direction: str) -> None:
     while len(steps) < 100:
         model(tokens, pos)[0].sum().backward()
         steps.append(0)
+
+
+def ended(*arguments: object) -> None:
+    """In place of what a process computes: the system ends it."""
+    os.kill(os.getpid(), signal.SIGKILL)

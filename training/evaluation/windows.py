@@ -1,7 +1,11 @@
-"""Loss of documents in windows of any length, with the loss by how many tokens were seen before. One process, no groups."""
+"""Loss of documents in windows of any length, with the loss by how many tokens were seen before.
+
+Several processes may each have a share of the windows; they need no groups, since only their sums are added.
+"""
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,31 +41,55 @@ class WindowsResult:
         return found
 
 
+@dataclass(frozen=True)
+class WindowSums:
+    """What one process adds to a WindowsResult.
+
+    Attributes:
+    nats, labels: sums by the first of a bucket's numbers of tokens seen before.
+    tokens, text_bytes, documents: of the whole set, the same in each process.
+    """
+
+    nats: dict[int, float]
+    labels: dict[int, int]
+    tokens: int
+    text_bytes: int
+    documents: int
+
+
 @torch.no_grad()
-def evaluate_windows(model: LanguageModel, chosen: EvaluationStream) -> WindowsResult:
-    """Evaluate a set of windows [rows, length] each of which begins without a State."""
+def evaluate_windows(model: LanguageModel, chosen: EvaluationStream, rank: int = 0, ranks: int = 1) -> WindowSums:
+    """Evaluate a process's share of a set of windows [rows, length] each of which begins without a State: every ranks-th batch."""
     device = next(model.parameters()).device
-    buckets: dict[int, list[float]] = {}
+    nats: defaultdict[int, float] = defaultdict(float)
+    labels: defaultdict[int, int] = defaultdict(int)
     firsts = 2 ** torch.arange(31, device=device)
-    for numpy_batch in chosen.batches:
+    for number, numpy_batch in enumerate(chosen.batches):
+        if number % ranks != rank:
+            continue
         # windows that only complete a round of micro-batches
         used = (numpy_batch.labels != IGNORE_INDEX).any(1)
         parts = (numpy_batch.tokens, numpy_batch.labels, numpy_batch.pos)
-        tokens, labels, pos = (torch.from_numpy(x[used]).to(device) for x in parts)
-        batch: Batch[Tensor] = Batch(tokens, labels, pos)
+        batch: Batch[Tensor] = Batch(*(torch.from_numpy(x[used]).to(device) for x in parts))
         for start, losses, part in _losses(model, batch):
             # of the document, and not before the window
             seen = torch.minimum(part.pos, torch.arange(start, start + losses.shape[1], device=device)) + 1
             counted = part.labels != IGNORE_INDEX
             octave = torch.bucketize(seen, firsts, right=True) - 1
-            for number in octave[counted].unique().tolist():
-                here = counted & (octave == number)
-                sums = buckets.setdefault(1 << number, [0.0, 0])
-                sums[0] += float(torch.where(here, losses, 0.0).sum(dtype=torch.float64))
-                sums[1] += int(here.sum())
-    nats = sum(total for total, _ in buckets.values())
-    rows = [(first, total / n, int(n)) for first, (total, n) in sorted(buckets.items())]
-    return WindowsResult(nats / chosen.tokens, chosen.tokens, nats / math.log(2) / max(1, chosen.text_bytes), rows)
+            for place in octave[counted].unique().tolist():
+                here = counted & (octave == place)
+                nats[1 << place] += float(torch.where(here, losses, 0.0).sum(dtype=torch.float64))
+                labels[1 << place] += int(here.sum())
+    return WindowSums(nats, labels, chosen.tokens, chosen.text_bytes, chosen.documents)
+
+
+def joined(shares: Sequence[WindowSums]) -> WindowsResult:
+    """The result of all processes' shares of one set."""
+    firsts, whole = sorted(set().union(*(share.labels for share in shares))), shares[0]
+    sums = [(first, sum(x.nats.get(first, 0.0) for x in shares), sum(x.labels.get(first, 0) for x in shares)) for first in firsts]
+    total = sum(nats for _, nats, _ in sums)
+    rows = [(first, nats / n, n) for first, nats, n in sums]
+    return WindowsResult(total / whole.tokens, whole.tokens, total / math.log(2) / max(1, whole.text_bytes), rows)
 
 
 def _losses(model: LanguageModel, batch: Batch[Tensor]) -> Iterator[tuple[int, Tensor, Batch[Tensor]]]:
