@@ -91,8 +91,14 @@ def _share(wanted: _Windows, device: str, rank: int, ranks: int) -> WindowSums:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     loaded = _loaded(wanted.place, wanted.checkpoint, wanted.step, on)
     assert loaded.tokenizer is not None
-    sizes = {"sequence_length": wanted.length, "micro_batch_size": wanted.batch, "max_tokens": wanted.tokens}
-    chosen = EvaluationStream(Dataset.open(wanted.data), loaded.tokenizer, split=wanted.split, **sizes)
+    chosen = EvaluationStream(
+        Dataset.open(wanted.data),
+        loaded.tokenizer,
+        split=wanted.split,
+        sequence_length=wanted.length,
+        micro_batch_size=wanted.batch,
+        max_tokens=wanted.tokens,
+    )
     return evaluate_windows(loaded.model, chosen, rank, ranks)
 
 

@@ -70,7 +70,8 @@ def evaluate_windows(model: LanguageModel, chosen: EvaluationStream, rank: int =
         # windows that only complete a round of micro-batches
         used = (numpy_batch.labels != IGNORE_INDEX).any(1)
         parts = (numpy_batch.tokens, numpy_batch.labels, numpy_batch.pos)
-        batch: Batch[Tensor] = Batch(*(torch.from_numpy(x[used]).to(device) for x in parts))
+        tokens, labels_of_rows, pos = (torch.from_numpy(x[used]).to(device) for x in parts)
+        batch: Batch[Tensor] = Batch(tokens, labels_of_rows, pos)
         for start, losses, part in _losses(model, batch):
             # of the document, and not before the window
             seen = torch.minimum(part.pos, torch.arange(start, start + losses.shape[1], device=device)) + 1
