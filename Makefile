@@ -5,7 +5,7 @@ SHELL := /bin/bash
 PYTEST := PYTHONDONTWRITEBYTECODE= .venv/bin/python -P -m pytest
 .PHONY: demo test tests test-long test-versions chaos grid faults test-gpu test-slurm signals soak lint docs typing-tree bench bench-gpu tables reference clean
 
-demo:  ## four minutes: a language model trained, killed, resumed, and writing
+demo:  ## less than five minutes: a language model trained, killed, resumed, and writing
 	@scripts/setup.sh
 	@.venv/bin/python -P -m baton.launcher.demo
 

@@ -199,7 +199,8 @@ def evaluate_long_context(
         raise ConfigError(f"--long-context: {error}; give other --lengths, or another --text") from None
     sheet.write({**row, "text": str(text), "seed": seed, "long_context": rows})
     named = f"{place.name or place}, step {row['step']}" if row else str(place.name)
-    picture = plot_scores(rows, named, plot or (out or folder / NAME).with_name("long_context.png"))
+    file = f"long_context-step-{row['step']:08d}.png" if row else "long_context.png"
+    picture = plot_scores(rows, named, plot or (out or folder / NAME).with_name(file))
     print(f"wrote {picture}", file=sys.stderr)
 
 

@@ -135,6 +135,9 @@ def _meant(location: list[str], known: list[str], root: type[BaseModel]) -> str 
     # `lr` written one group too high or too low: those that share the most groups with what was written
     if under := [key for key in same if key.startswith(prefix)]:
         return under[0]
+    words = set(name.split("_"))
+    if len(fuller := [key for key in known if len(words) > 1 and words < set(key.split("_"))]) == 1:
+        return prefix + fuller[0]
     if close := difflib.get_close_matches(name, known, n=1, cutoff=0.65):
         return prefix + close[0]
     leaves = {key.rpartition(".")[2]: key for key in reversed(settings)}

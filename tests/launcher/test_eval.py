@@ -149,7 +149,7 @@ def test_questions_about_long_texts(here, undisturbed, tmp_path, capsys, monkeyp
     needles = [("niah_single", n, depth) for n in (400, 700) for depth in (0.0, 0.5, 1.0)]
     assert kinds == [*needles, ("qa1", 400, None), ("qa1", 700, None)]
     assert all(0 <= one["score"] <= 1 and one["samples"] == 2 for one in row["long_context"])
-    assert (tmp_path / "long_context.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / f"long_context-step-{row['step']:08d}.png").read_bytes().startswith(b"\x89PNG")
 
     tokenizer = baton.load(undisturbed, device="cpu").tokenizer
 

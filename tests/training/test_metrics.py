@@ -137,6 +137,15 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+@pytest.mark.parametrize("damage", [b'{"ste', b"\0" * 4096, b"\xff\xfe", b"12"], ids=["cut", "zeros", "no text", "no row"])
+def test_a_damaged_line_costs_no_other(tmp_path, damage):
+    """A file system that comes back after a crash may have blocks of zeros where something was being written."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 2}\n{"step": 3}\n')
+    truncate_metrics(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 def test_credit_that_could_not_be_asked_is_said_and_not_recorded(tmp_path, capsys):
     metrics = open_monitor(tmp_path)
     metrics.log_gradient_reach(5, 50, None)
