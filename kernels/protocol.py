@@ -300,8 +300,8 @@ class LinearRecurrence(Recurrence):
     """A recurrence whose final State is an affine function of the entering State.
 
     By default (layout.context_comm=ring) it runs as any other recurrence does: a context rank receives the State, calls `run`, and
-    sends the final State. Only with context_comm=early or all_gather are the phases below used, which send before the outputs are
-    computed.
+    sends the final State. Only with context_comm=early or all_gather are the phases below used: States are sent, or gathered,
+    before the outputs are computed.
 
     Phases of a span in the forward pass: `begin` without the entering State, then the transition is applied to it and the result
     sent, then `finish`. In the backward pass: `begin_backward` without the gradient of the final State, then the transition of

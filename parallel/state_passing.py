@@ -340,7 +340,7 @@ def _recv_grad(channel: _StateChannel, dfinal_state: Sequence[Tensor]) -> State:
 
 
 class _TransitionScan(torch.autograd.Function):
-    """A linear recurrence in phases: its span's transition is computed before the initial State is received."""
+    """A linear recurrence in phases, for context_comm=early and all_gather: its span's transition is computed first."""
 
     @staticmethod
     def forward(

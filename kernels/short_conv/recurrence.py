@@ -14,7 +14,7 @@ from baton.kernels.short_conv.reference import short_conv_reference
 
 @dataclass(frozen=True)
 class ShortConv(Recurrence):
-    """Input x along time, then weight, bias; State {tail [batch, width - 1, channels]} in x's dtype. See `op.short_conv`."""
+    """Input x along time, then weight, bias; State {conv [batch, width - 1, channels]} in x's dtype. See `op.short_conv`."""
 
     activation: Activation | None = None
     input_names = ("x", "weight", "bias")

@@ -421,7 +421,7 @@ def test_a_cluster_file_is_strict(plan, tmp_path):
     misspelt = yaml.safe_dump(load_cluster("sandbox").model_dump(mode="json")).replace("  partition:", "  partiton:")
     for text, needle in (
         (misspelt, "unknown key slurm.partiton; did you mean slurm.partition?"),
-        ("{name: x, memory_tb_s: 3}", "unknown key memory_tb_s; did you mean memory_bandwidth_tb_s?"),
+        ("{name: x, memory_tb: 3}", "unknown key memory_tb; did you mean memory_bandwidth_tb_s?"),
         ("{name: x}", "gpus_per_node is missing; set it in the file ("),
         ("[", "not valid YAML"),
         ("3", "the file: "),

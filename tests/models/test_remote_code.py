@@ -158,6 +158,17 @@ def test_generation_of_padded_prompts_is_ours(case, tmp_path):
     assert torch.equal(*beams)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_list_of_what_stays_in_float32_is_that_of_the_declarations(case):
+    """transformers is told by names, which the code in a folder lists: that of a parameter which is declared may be forgotten."""
+    from baton.models.interchange.remote.modeling_baton import BatonForCausalLM
+
+    model, family = model_of(case), BatonFamily()
+    listed = set(BatonForCausalLM._keep_in_fp32_modules_strict)
+    for name in ours_of(model)[1]:
+        assert bool(listed & set(name.split("."))) == family.keeps_float32(model, name), name
+
+
 def test_a_bfloat16_folder_keeps_in_float32_what_recurrences_need(tmp_path):
     """In the files and once loaded, for every kind of mixer."""
     for case in (*kinds(), "attention, biases and norms", "lattice, all options"):
