@@ -97,7 +97,7 @@ def evaluate_checkpoint(folder: Path, step: int | None = None, device: str = "au
     source = open_source(config.data)
     tokenizer = source.config.tokenizer if isinstance(source, ShardSource) else None
     model_config = with_vocabulary(config.model, source.vocab_size, tokenizer)
-    evaluation = config.training.evaluation.model_copy(update={"every": 1})
+    evaluation = config.training.evaluation.model_copy(update={"every": 1, "tokens": config.training.evaluation_tokens})
     training = config.training.model_copy(update={"evaluation": evaluation})
     mesh = meshes.initialize(LayoutConfig(), device=meshes.local_device(0, 1, device), rank=0, store=torch.distributed.HashStore())
     try:

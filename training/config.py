@@ -279,7 +279,7 @@ class TrainingConfig(_Settings):
     def evaluation_tokens(self) -> int:
         """Tokens that an evaluation reads. They do not depend on the number of steps: a run that is made longer reads the same."""
         tenth = max(self.sequence_length, self.evaluation.every * self.global_batch_tokens // 10)
-        return self.evaluation.tokens or min(1_000_000, tenth)
+        return self.evaluation.tokens or (min(1_000_000, tenth) if self.evaluation.every else 1_000_000)
 
     @property
     def segment(self) -> int:

@@ -313,7 +313,14 @@ def test_documents_within_bmojos_window_are_noted_in_the_plan_and_at_the_start(t
 
 @pytest.mark.parametrize(
     ("evaluation", "batch", "tokens"),
-    [({}, 1 << 19, 1_000_000), ({}, 256, 25_600), ({"every": 3}, 256, 76), ({"every": 1}, 256, 64), ({"tokens": 7}, 1 << 19, 7)],
+    [
+        ({}, 1 << 19, 1_000_000),
+        ({}, 256, 25_600),
+        ({"every": 3}, 256, 76),
+        ({"every": 1}, 256, 64),
+        ({"tokens": 7}, 1 << 19, 7),
+        ({"every": 0}, 256, 1_000_000),
+    ],
 )
 def test_an_evaluation_reads_at_most_a_tenth_of_what_is_trained_between_two(evaluation, batch, tokens):
     """A small run on a CPU would otherwise evaluate for minutes behind seconds of training."""

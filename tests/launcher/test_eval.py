@@ -72,6 +72,16 @@ def test_data_is_scored_as_training_scores_it(here, undisturbed, tmp_path, capsy
     assert "does not say the length of training; give --length" in capsys.readouterr().err
 
 
+def test_a_run_that_names_no_tokens_is_evaluated_on_as_many_as_in_training(here, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    text = (run / "config.yaml").read_text()
+    assert "\n    tokens: 600\n" in text
+    (run / "config.yaml").write_text(text.replace("\n    tokens: 600\n", "\n    tokens: null\n"))
+    of_training = evaluated(run, tmp_path, "--data", str(here.shards), "--tokens", str(10 * 128 // 10))
+    assert evaluated(run, tmp_path)["loss"] == pytest.approx(of_training["loss"], rel=1e-6)
+
+
 def test_a_process_that_is_ended_leaves_no_row(here, undisturbed, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluate_model, "_share", ended)
     out = tmp_path / "rows.jsonl"
