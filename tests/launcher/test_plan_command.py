@@ -318,6 +318,27 @@ def test_rings_within_a_node_are_faster_and_tensor_groups_share_a_nodes_network(
     assert cluster.seconds(10**9, 16, 8) == pytest.approx(10**9 / between)
 
 
+@pytest.mark.parametrize(
+    ("layout", "factor"),
+    [
+        ({"layout.tensor": 2, "layout.data": 1}, 4),
+        ({"layout.tensor": 1, "layout.data": 2}, 1),
+        ({"layout.context": 2, "layout.data": 1}, 1),
+        ({"layout.pipeline": 2, "layout.data": 1}, 1),
+    ],
+    ids=str,
+)
+def test_what_tensor_ranks_exchange_has_a_share_of_the_rate(layout, factor):
+    """All else is sent at the whole of it, once a step or to a neighbour, except for the tokens' broadcast, which is small."""
+    full = load_cluster("a100")
+    quarter = full.model_copy(update={"bandwidth_gb_s": full.bandwidth_gb_s.model_copy(update={"share_in_passes": 0.25})})
+    full = full.model_copy(update={"bandwidth_gb_s": full.bandwidth_gb_s.model_copy(update={"share_in_passes": 1.0})})
+    config = load(RUN, ["training.micro_batch_size=1", *(f"{key}={value}" for key, value in layout.items())])
+    seconds = [make_plan(config, cluster).speed.exchange for cluster in (full, quarter)]
+    assert seconds[0] > 0
+    assert seconds[1] / seconds[0] == pytest.approx(factor, rel=0.01)
+
+
 def test_a_cluster_of_ones_own(plan, tmp_path):
     path = tmp_path / "ours.yaml"
     values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": 18}
