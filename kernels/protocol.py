@@ -215,8 +215,6 @@ class Recurrence(ABC):
         differentiable: whether anything it returns has a gradient.
         error_amplifying: whether an error in the last bit grows from token to token.
         bfloat16_limit: allowed relative error of outputs and gradients with inputs in bfloat16.
-        bfloat16_checked: whether `baton doctor` checks it in bfloat16 as well. Not where its kernels take a minute to compile and
-            differ by a constant from those of a recurrence that is checked.
         split_bitwise_exact: whether the PyTorch implementations keep every bit of outputs and States wherever a sequence is
             split; all keep them to rounding.
     """
@@ -228,7 +226,6 @@ class Recurrence(ABC):
     differentiable: ClassVar[bool] = True
     error_amplifying: bool = False
     bfloat16_limit: ClassVar[float] = 5e-3
-    bfloat16_checked: bool = True
     split_bitwise_exact: ClassVar[bool] = False
 
     def __str__(self) -> str:

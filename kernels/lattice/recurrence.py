@@ -58,10 +58,6 @@ class Lattice(SequentialRecurrence):
         return self.variant == "enc"
 
     @property
-    def bfloat16_checked(self) -> bool:  # type: ignore[override]
-        return self.sparse or (self.project and (self.forget or self.variant != "sim"))  # a sparse one has no kernel
-
-    @property
     def no_kernel(self) -> str | None:
         return no_kernel(sparse=self.sparse)
 

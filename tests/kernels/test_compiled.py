@@ -13,12 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import triton
 
 pytestmark = pytest.mark.timeout(900)  # minutes of compiling where other things run, and one where nothing does
-
-SPILLED = {"3.8": {"longhorn backward, sm_90": 24, "eidetic forward, sm_90": 8}}
-"""By Triton's version, if it is not the pinned one: bytes of registers that a thread spills at most. docs/versions.md says so."""
 
 PROGRAM = Path(__file__).resolve().parent.parent / "support" / "compiled.py"
 
@@ -36,9 +32,7 @@ def compiled(request, tmp_path_factory):
 
 def test_no_kernel_spills(compiled):
     assert len(compiled["kernels"]) >= {"each": 40, "all": 240}[compiled["form"]]
-    known = SPILLED.get(".".join(triton.__version__.split(".")[:2]), {})
-    stacks = {name: found["stack"] for name, found in compiled["kernels"].items()}
-    assert {name: stack for name, stack in stacks.items() if stack > known.get(name, 0)} == {}
+    assert {name: found["stack"] for name, found in compiled["kernels"].items() if found["stack"]} == {}
 
 
 @pytest.mark.parametrize("compiled", [pytest.param("all", marks=pytest.mark.long)], indirect=True)

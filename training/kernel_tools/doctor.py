@@ -7,7 +7,6 @@ import torch
 
 from baton.kernels.common.kernel_check import KernelCheckResult, Reference, check, compare, launch, reference
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
-from baton.kernels.protocol import Recurrence
 from baton.kernels.registry import recurrences
 from baton.models.mixer import recurrences_of
 from baton.parallel.cast_weights import drop_cast_weights
@@ -21,19 +20,14 @@ def compile_checks(wanted: Target, say: Callable[[str], None], processes: int | 
     with compiling(wanted, processes, say) as compiled:
         for recurrence in recurrences():
             if recurrence.no_kernel is None:  # else PyTorch computes it, and asks for values
-                for dtype in _dtypes_of(recurrence):
+                for dtype in DTYPES.values():
                     launch(recurrence, META, dtype)
     return compiled
 
 
 def references() -> list[Reference]:
-    """Results of the reference implementation of every recurrence, in the dtypes that it is checked in."""
-    return [reference(recurrence, dtype) for recurrence in recurrences() for dtype in _dtypes_of(recurrence)]
-
-
-def _dtypes_of(recurrence: Recurrence) -> list[torch.dtype]:
-    """Those that runs can have, but for Recurrence.bfloat16_checked."""
-    return [dtype for dtype in DTYPES.values() if recurrence.bfloat16_checked or dtype != torch.bfloat16]
+    """Results of the reference implementation of every recurrence, in every dtype that runs can have."""
+    return [reference(recurrence, dtype) for recurrence in recurrences() for dtype in DTYPES.values()]
 
 
 def check_result(expected: Reference, device: torch.device) -> KernelCheckResult:
