@@ -1,9 +1,10 @@
 """How long a run's steps take, estimated: work at a cluster's rates, one kind after the other, as long as the slowest stage takes.
 
 Nothing overlaps, and nothing waits: not for kernels to start, for messages to arrive, nor for a recurrence's steps that follow one
-another. An estimate is what good kernels and long sequences approach. On one to four H100s and H200s, recorded steps of Mamba and
-GSA at 1.3B with 16,384 tokens a micro-batch took 0.95 to 1.15 times as long as estimated; two of the clusters' rates were set by
-them (benchmarks/results/scaling.json). Where the GPU waits for the host, with 2,048 tokens, a step took four times as long.
+another. An estimate is what good kernels and long sequences approach. On one and four H200s, steps of Mamba and GSA at 1.3B with
+16,384 tokens a micro-batch took 0.95 to 1.15 times as long as estimated (benchmarks/results/scaling.json, with which
+tests/launcher/test_plan_command.py compares); two of the clusters' rates were set by them. Where the GPU waits for the host, with
+2,048 tokens, a step took four times as long.
 """
 
 from dataclasses import dataclass

@@ -339,6 +339,43 @@ def test_what_tensor_ranks_exchange_has_a_share_of_the_rate(layout, factor):
     assert seconds[1] / seconds[0] == pytest.approx(factor, rel=0.01)
 
 
+CASE = re.compile(r"(?P<model>[\w.-]+), (?:1 rank|(?P<layout>\w+) (?P<ranks>\d+)), (?P<rows>\d+)x(?P<length>\d+) x (?P<count>\d+)")
+STEPS = [
+    (CASE.fullmatch(row["case"]), row["ours"])
+    for row in json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "scaling.json").read_text())
+    if (row["metric"], row["device"]) == ("seconds a step", "4 x NVIDIA H200")
+]
+"""Cases of benchmarks/scaling.py that were measured on this machine, each with the median of its steps."""
+
+
+@pytest.mark.parametrize(("case", "measured"), STEPS, ids=[case[0] for case, _ in STEPS])
+def test_a_step_takes_as_long_as_planned(case, measured, tmp_path):
+    """Within 15 %."""
+    rows, length, count, ranks = (int(case[name] or 1) for name in ("rows", "length", "count", "ranks"))
+    layouts = {None: {}, "sequence_parallel": {"tensor": ranks, "sequence_parallel": True}}
+    values = {
+        "name": "measured",
+        "model": case["model"],
+        "data": {"path": "shards", "tokenizer": "tokenizer.model"},
+        "layout": layouts.get(case["layout"], {case["layout"]: ranks}),
+        "training": {
+            "steps": 10,
+            "sequence_length": length,
+            "micro_batch_size": rows,
+            "global_batch_tokens": rows * length * count * (ranks if case["layout"] == "data" else 1),
+            "recompute": "none",
+            "optimizer": {"lr": 1e-4},
+        },
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    planned = make_plan(load(tmp_path / "run.yaml", []), load_cluster("h200")).speed.step
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_measured_steps_are_of_every_layout():
+    assert {case["layout"] for case, _ in STEPS} >= {None, "data", "context", "tensor", "sequence_parallel", "pipeline"}
+
+
 def test_a_cluster_of_ones_own(plan, tmp_path):
     path = tmp_path / "ours.yaml"
     values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": 18}
