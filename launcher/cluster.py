@@ -29,6 +29,7 @@ class MatmulRates(_Settings):
     float32: float = Field(
         gt=0, description="in float32 without TensorFloat-32; elementwise arithmetic is counted at this rate too"
     )
+    share_in_passes: float = Field(1.0, gt=0, le=1, description="of these rates, what matrix products reach within a step")
 
 
 class Bandwidth(_Settings):

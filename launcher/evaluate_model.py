@@ -63,7 +63,7 @@ def evaluate_data(
     if length is None and checkpoint is None:
         raise ConfigError(f"{place}: an exported folder does not say the length of training; give --length")
     length = length or read_config(folder / "config.yaml").training.sequence_length
-    Dataset.open(data).require(split)
+    Dataset.open(data).require(split)  # refused before a model is loaded or a process started
     sheet = sheet_of(folder, out)
     wanted = _Windows(place, checkpoint, step, data, split, length, tokens, batch)
     if ranks is None:

@@ -217,8 +217,8 @@ Skipped tests need a GPU. The whole suite (`make test`) runs with the set that `
 
 - megatron-core 0.17, 0.18 and 0.19.0 have not been tried. Releases after 0.16 need Python 3.12.
 - The scan that sums over channels needs Triton before 3.7; with a newer Triton another form of the scan is taken.
-- With Triton 3.8 threads of two kernels spill registers (longhorn's backward pass 24 bytes, eidetic attention's forward pass 8), and
-  `tests/kernels/test_compiled.py` fails, rightly: they are slower there than they need be. With the pinned Triton none does.
+- With Triton 3.8 threads of two kernels spill registers (longhorn's backward pass 24 bytes, eidetic attention's forward pass 8):
+  they may be slower there than they need be, and `tests/kernels/test_compiled.py` fails. With the pinned Triton none does.
 """
 
 

@@ -103,7 +103,8 @@ def _stage_seconds(
 
     def seconds(work: Operations) -> tuple[float, float, float]:
         bandwidth = cluster.memory_bandwidth_tb_s * 1e12
-        return work.matrix / rate, work.vector / (cluster.matmul_tflops.float32 * 1e12), work.memory / bandwidth
+        matrix = work.matrix / (rate * cluster.matmul_tflops.share_in_passes)
+        return matrix, work.vector / (cluster.matmul_tflops.float32 * 1e12), work.memory / bandwidth
 
     def sending(*, once: bool, survey: bool) -> float:
         these = [one for one in sent if one.once is once and one.survey is survey]
