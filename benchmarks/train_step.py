@@ -10,7 +10,7 @@ weights and moments, fused AdamW, the same number of micro-batches, a batch that
     python benchmarks/train_step.py --model lattice-sim,lattice-enc,lattice-dec --shapes 8x2048
     python benchmarks/train_step.py --model mamba-1.4b --shapes 8x2048 --micro-batches 16 --profile    # and where the time goes
 
-Sequences longer than a segment (16k) go in exact segments (but for full attention, whose keys fit in no State), one micro-batch a
+Sequences longer than a segment (16k) go in exact segments (but for full attention, whose keys would be kept), one micro-batch a
 step. What does not fit into --seconds is left out and said to be; what is done is saved. With --tiny it all runs on a CPU in a
 minute, on sizes that mean nothing, and writes no results.
 """
@@ -151,7 +151,7 @@ class Bench:
         resolved = load(path, settings).model
         vocab_size = resolved.vocab_size
         assert vocab_size is not None
-        # keys of a whole document fit in no State
+        # a segment of full attention reads the keys of all before it: nothing is saved but activations
         if shape.sequence_length > segment and not any(mixer.state_grows for mixer in resolved.mixers.values()):
             values["training"]["bptt"] = {"mode": "exact", "segment": segment}
         values["data"] = text_for(vocab_size, self.folder, documents=2 if self.arguments.tiny else None)

@@ -3,7 +3,8 @@
 A State is a dict of tensors whose leading dimension is the batch. Its contents are private to the recurrence; all other code only
 sends, detaches, saves or zeroes it, with the functions of this file. A Recurrence maps (inputs, State) to (outputs, State). Its
 subclasses differ in how early the final State can be known, which decides how context parallelism can overlap ranks: a tail of the
-inputs, a linear function of the entering State, a State that is cheap compared with the outputs, or none of these.
+inputs, a linear function of the entering State, a State that is cheap compared with the outputs, or none of these. Full attention,
+which reads all earlier tokens, has no State that can be passed on: ranks gather what it reads.
 """
 
 import math
@@ -291,6 +292,33 @@ class Recurrence(ABC):
             found = iter(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True, materialize_grads=True))
             grads = [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
         return tuple(grads[: len(inputs)]), dict(zip(given, grads[len(inputs) :], strict=True))
+
+
+class GatheredRecurrence(Recurrence):
+    """A recurrence whose outputs read the inputs of all earlier tokens, so that its State grows with every token: full attention.
+
+    The first `num_queries` inputs are read by their own token alone; the others, keys and values, by all later tokens too.
+    Context ranks and segments gather the latter instead of passing a State on (`parallel.gathered_attention`).
+    """
+
+    num_queries: ClassVar[int]
+
+    @abstractmethod
+    def attend(self, queries: Inputs, gathered: Inputs, pos: Tensor | None) -> tuple[Tensor, Inputs]:
+        """Outputs of the last T of N + T tokens, outside of autograd, and what the backward pass reads besides.
+
+        queries: [batch, T, ...]; gathered: [batch, N + T, ...], of all tokens read; pos: of the queries, [batch, T].
+        """
+
+    @abstractmethod
+    def attend_backward(
+        self, queries: Inputs, gathered: Inputs, pos: Tensor | None, y: Tensor, saved: Inputs, dy: Tensor
+    ) -> tuple[Inputs, Inputs]:
+        """Gradients of queries and gathered inputs for the gradient dy of `attend`'s outputs y."""
+
+    @abstractmethod
+    def span_state(self, inputs: Inputs, pos: Tensor | None) -> State:
+        """What a span of tokens adds to the State."""
 
 
 class LinearRecurrence(Recurrence):

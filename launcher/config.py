@@ -152,15 +152,10 @@ class RunConfig(BaseModel):
             raise ConfigError(f"layout.context={ranks} does not divide {key}={tokens}; those that do: {divisors(tokens)}")
         carried = training.carries_lane_states or training.segments > 1
         for name, settings in self.model.mixers.items():
-            if ranks > 1 and settings.state_grows:
+            if training.carries_lane_states and settings.state_grows:
                 raise ConfigError(
-                    f"layout.context={ranks}: model.mixers.{name} attends to the whole document, which no rank can pass on; "
-                    f"set model.mixers.{name}.window, or layout.context=1"
-                )
-            if carried and settings.state_grows:
-                raise ConfigError(
-                    f"training.bptt: model.mixers.{name} attends to the whole document, whose keys grow with every segment and "
-                    f"fit in no State; set model.mixers.{name}.window, or training.bptt=null"
+                    f"training.bptt.mode=truncated: model.mixers.{name} attends to the whole document, whose keys would be carried "
+                    f"from step to step and never end; set training.bptt.mode=exact, or model.mixers.{name}.window"
                 )
             tail = settings.longest_tail
             if ranks > 1 and tokens // ranks < tail:

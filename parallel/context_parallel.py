@@ -13,7 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from baton.parallel.side_stream import SideStream
 Direction = Literal["right", "left"]
 """States go right, gradients of States left."""
 
+_Kept = TypeVar("_Kept")
 _STEP: dict[Direction, int] = {"right": 1, "left": -1}
 _NOUN: dict[Direction, str] = {"right": "the State", "left": "the gradient of the State"}
 
@@ -86,7 +87,7 @@ class ContextLink:
     Args:
         rank, ranks: the rank's number in the group, and the group's global ranks.
         channels: "right", "left", "wraparound right" (from the last rank to the first's next segment), "wraparound left", and with
-            exchange "all_gather" also "gather"; none for a group of one.
+            exchange "all_gather", or for full attention (`add_gather`), also "gather"; none for a group of one.
         exchange: how States of linear recurrences cross the group: "ring", "early", or "all_gather", which folds in rank order and
             has early's bits.
 
@@ -115,6 +116,8 @@ class ContextLink:
         self._states_to_save: list[State | None] | None = None
         self._saved_states: Iterator[State | None] | None = None
         self._wraparounds: list[tuple[Direction, MessageTag, Tensor, int]] = []
+        self._sequence = 0
+        self._earlier_keys: dict[tuple[int, str, str], Any] = {}
         self.observer: StateObserver | None = None
         self.sent: Counter[tuple[str, str]] = Counter()
         self.sent_by_layer: Counter[tuple[str, str, str]] = Counter()
@@ -134,8 +137,9 @@ class ContextLink:
         return self.exchange == "all_gather" and self.size > 1 and self._virtual_rank.segments == 1
 
     @contextmanager
-    def segment(self, number: int, *, count: int) -> Iterator[None]:
-        """Within it this rank's tokens are its span of segment `number` of `count`; each segment has a span per rank.
+    def segment(self, number: int, *, count: int, sequence: int = 0) -> Iterator[None]:
+        """Within it this rank's tokens are its span of segment `number` of `count`; each segment has a span per rank. sequence:
+        tells sequences apart whose segments take turns.
 
         The forward pass runs the segments in ascending order, the backward pass in descending order, in one call of backward or in
         one each. In between a segment may be run again, see `recomputation`.
@@ -149,17 +153,16 @@ class ContextLink:
         if number == 0 and not self.recomputing and (left := [key for key, states in self._local_states.items() if states]):
             direction, virtual_rank, name, where = left[0]
             what = MessageTag(name, where, virtual_rank).describe(direction)
-            raise CommError(
-                f"rank {self._ranks[self.rank]}: {what} was not taken in the pass before: go to the last segment forwards, "
-                f"and to the first backwards"
-            )
+            what += " was not taken in the pass before: go to the last segment forwards, and to the first backwards"
+            raise CommError(f"rank {self._ranks[self.rank]}: {what}")
         self._send_wraparounds()
-        before, self._virtual_rank = self._virtual_rank, VirtualRank(self.rank, self.size, number, count)
+        before = self._virtual_rank, self._sequence
+        self._virtual_rank, self._sequence = VirtualRank(self.rank, self.size, number, count), sequence
         try:
             yield
             self._send_wraparounds()
         finally:
-            self._virtual_rank = before
+            self._virtual_rank, self._sequence = before
 
     def send(self, direction: Direction, tag: MessageTag, state: State, specs: tuple[StateSpec, ...]) -> None:
         """Send a State to the next virtual rank in `direction` without waiting: a State to the right, which has the next tokens, a
@@ -174,7 +177,7 @@ class ContextLink:
             return
         self._send_wraparounds(but=(direction, tag.virtual_rank.segment))
         message = to_flat(state, specs)
-        self._count(direction, tag, message.numel())
+        self.count(direction, tag, message.numel())
         channel, wraparound = self._channel(direction, tag.virtual_rank, target)
         if wraparound:
             self._wraparounds.append((direction, tag, message, self._ranks[target.rank]))
@@ -215,7 +218,7 @@ class ContextLink:
         specs = tuple(StateSpec(str(n), tuple(x.shape[1:]), x.dtype, None, grad=False) for n, x in enumerate(parts))
         message = to_flat({spec.name: x for spec, x in zip(specs, parts, strict=True)}, specs)
         arrival = self.channels["gather"].gather(message, tag.describe(direction))
-        self._count(direction, tag, message.numel() * (self.size - 1))
+        self.count(direction, tag, message.numel() * (self.size - 1))
 
         def wait() -> list[list[Tensor]]:
             found = []
@@ -227,12 +230,23 @@ class ContextLink:
 
         return wait
 
+    def earlier_keys(self, tag: MessageTag, make: Callable[[], _Kept]) -> _Kept:
+        """What a recurrence that gathers its inputs keeps of the segments before this one; `make` makes it at the first one."""
+        segment, key = tag.virtual_rank, (self._sequence, tag.where, tag.name)
+        if segment.segments == 1:
+            return make()
+        if segment.segment == 0 and not self.recomputing:
+            self._earlier_keys[key] = make()
+        over = segment.segment == segment.segments - 1 and not torch.is_grad_enabled()
+        kept: _Kept = self._earlier_keys.pop(key) if over else self._earlier_keys[key]
+        return kept
+
     def send_wraparound(self, state: State, specs: tuple[StateSpec, ...]) -> None:
         """From the last rank to the first: the final State of all layers of the last virtual rank, as one message."""
         message = to_flat(state, specs)
         tag = MessageTag("all recurrences", "all layers", self._virtual_rank)
         self.channels["wraparound right"].send(message, self._ranks[0], tag.describe("right"))
-        self._count("right", tag, message.numel())
+        self.count("right", tag, message.numel())
 
     def recv_wraparound(self, specs: tuple[StateSpec, ...], batch: int) -> State:
         """On the first rank: the State that the last one sent by `send_wraparound`."""
@@ -307,10 +321,8 @@ class ContextLink:
     def _take_local(self, direction: Direction, tag: MessageTag) -> State:
         waiting = self._local_states[direction, tag.virtual_rank, tag.name, tag.where]
         if not waiting:
-            raise CommError(
-                f"rank {self._ranks[self.rank]}: {tag.describe(direction)} is not there: go from the first segment to the last "
-                f"forwards, and from the last to the first backwards"
-            )
+            what = f"{tag.describe(direction)} is not there: go from the first segment to the last forwards, and back"
+            raise CommError(f"rank {self._ranks[self.rank]}: {what}")
         return waiting.popleft()
 
     def _send_wraparounds(self, but: tuple[Direction, int] | None = None) -> None:
@@ -338,7 +350,8 @@ class ContextLink:
         wraparound = source.segment != target.segment
         return self.channels[f"wraparound {direction}" if wraparound else direction], wraparound
 
-    def _count(self, direction: Direction, tag: MessageTag, nbytes: int) -> None:
+    def count(self, direction: Direction, tag: MessageTag, nbytes: int) -> None:
+        """Count a message in `sent` and `sent_by_layer`."""
         for key, n in ((direction, 1), (f"{direction} bytes", nbytes)):
             self.sent[key, tag.name] += n
             self.sent_by_layer[key, tag.where, tag.name] += n
@@ -364,12 +377,24 @@ def context_link(layout: LayoutConfig, rank: int, device: torch.device, timeout_
         raise LayoutError(
             f"{compat.QUEUES}=1 is set; with sequence ranks messages would wait for each other: unset it, or use 8 to 32"
         )
-    firsts = [rank for rank in range(layout.world_size) if rank // layout.tensor % layout.context == 0]
-    groups = [[first + n * layout.tensor for n in range(layout.context)] for first in firsts]
+    groups = _context_groups(layout)
     made = dict(zip(("right", "left"), make_channels(groups, 2, device, timeout_s) or (), strict=True))
     ends = make_channels([[ranks[0], ranks[-1]] for ranks in groups], 2, device, timeout_s)
     made |= dict(zip(("wraparound right", "wraparound left"), ends or (), strict=False))
-    if layout.context_comm == "all_gather":
-        made |= dict(zip(("gather",), make_channels(groups, 1, device, timeout_s) or (), strict=True))
     own = next(ranks for ranks in groups if rank in ranks)
-    return ContextLink(own.index(rank), own, device, made, layout.context_comm)
+    link = ContextLink(own.index(rank), own, device, made, layout.context_comm)
+    if layout.context_comm == "all_gather":
+        add_gather(link, layout)
+    return link
+
+
+def add_gather(link: ContextLink, layout: LayoutConfig) -> None:
+    """Give a link the channel for collectives, which full attention needs, unless it has one. Every rank of the world calls it."""
+    if "gather" not in link.channels:
+        made = make_channels(_context_groups(layout), 1, link.device, link.channels["right"].timeout_s)
+        link.channels |= dict(zip(("gather",), made or (), strict=True))
+
+
+def _context_groups(layout: LayoutConfig) -> list[list[int]]:
+    firsts = [rank for rank in range(layout.world_size) if rank // layout.tensor % layout.context == 0]
+    return [[first + n * layout.tensor for n in range(layout.context)] for first in firsts]

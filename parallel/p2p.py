@@ -63,7 +63,7 @@ class Channel:
     take."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        self._group, self._device, self._timeout_s = group, device, timeout_s
+        self._group, self._device, self.timeout_s = group, device, timeout_s
         self._rank = dist.get_rank()
         self._pending_sends: deque[tuple[dist.Work, Tensor, Callable[[float], str]]] = deque()
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class Channel:
         assert work is not None
         if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._forget_sent()
-            _watch(work, error_text, self._timeout_s)
+            _watch(work, error_text, self.timeout_s)
         with self._lock:
             self._pending_sends.append((work, message, error_text))  # keeps the memory alive until it is sent
             if self._device.type == "cpu" and self._drain_thread is None:
@@ -129,6 +129,21 @@ class Channel:
                 self._pending_sends.append((work, message, error_text))
         return self._begun(PendingRecv(found, f"{label}, gathered", error_text, work, keepalive=message))
 
+    def all_to_all(self, message: Tensor, sent: Sequence[int], received: Sequence[int], label: str) -> PendingRecv:
+        """Begin to send a part of a flat tensor to each rank of the channel and to receive one from each. sent, received: elements
+        of the parts, in the channel's order. All its ranks call it."""
+
+        def error_text(waited: float) -> str:
+            return f"rank {self._rank}: {label} were not exchanged {self._why(waited)}"
+
+        found = message.new_empty(sum(received))
+        try:
+            work = dist.all_to_all_single(found, message, list(received), list(sent), group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise CommError(f"{error_text(0.0)} ({_first_line(error)})") from None
+        assert work is not None
+        return self._begun(PendingRecv(found, f"{label}, exchanged", error_text, work, keepalive=message))
+
     def _forget_sent(self) -> None:
         """On a GPU, let go of messages that have been sent."""
         while self._pending_sends and self._pending_sends[0][0].is_completed():
@@ -160,7 +175,7 @@ class Channel:
 
     def _begun(self, arrival: PendingRecv) -> PendingRecv:
         if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            _watch(arrival._work, arrival.error_text, self._timeout_s)
+            _watch(arrival._work, arrival.error_text, self.timeout_s)
         return arrival
 
     def _drain_sends(self) -> None:
@@ -181,7 +196,7 @@ class Channel:
 
     def _why(self, waited: float) -> str:
         return (
-            f"(waited {waited:.1f} s of at most {self._timeout_s:g} s): that rank has died, or hangs, or waits for one that does; "
+            f"(waited {waited:.1f} s of at most {self.timeout_s:g} s): that rank has died, or hangs, or waits for one that does; "
             f"its log says more"
         )
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.protocol import (
+    GatheredRecurrence,
     Inputs,
     LinearRecurrence,
     Recurrence,
@@ -36,6 +37,7 @@ from baton.kernels.protocol import (
     zeros,
 )
 from baton.parallel.context_parallel import ContextLink, Direction, MessageTag
+from baton.parallel.gathered_attention import run_gathered
 from baton.parallel.profiler_ranges import RECURRENCE, profiler_range
 
 
@@ -53,6 +55,8 @@ def run_recurrence(
         CommError: on a CPU, when a neighbour is gone or sends nothing.
     """
     with profiler_range(RECURRENCE, recurrence):
+        if isinstance(recurrence, GatheredRecurrence) and link is not None and state is None:
+            return run_gathered(link, recurrence, inputs, pos, where)
         if link is not None:
             return _run_linked(link, recurrence, inputs, pos, state, where)
         if need_final_state:
@@ -370,13 +374,8 @@ class _TransitionScan(torch.autograd.Function):
         )
         y = recurrence.finish(inputs, pos, initial_state)
         link.side_stream.join(final_state)
-        ctx.channel, ctx.recurrence, ctx.n_inputs, ctx.caller_state, ctx.names = (
-            channel,
-            recurrence,
-            n_inputs,
-            caller_state is not None,
-            tuple(transition),
-        )
+        ctx.channel, ctx.recurrence, ctx.n_inputs, ctx.names = channel, recurrence, n_inputs, tuple(transition)
+        ctx.caller_state = caller_state is not None
         ctx.save_for_backward(pos, *inputs, *(initial_state[spec.name] for spec in specs), *transition.values())
         return y, *(final_state[spec.name].clone() for spec in specs)
 

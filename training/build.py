@@ -11,7 +11,7 @@ from baton.models import stages
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel import zero
-from baton.parallel.context_parallel import ContextLink
+from baton.parallel.context_parallel import ContextLink, add_gather
 from baton.parallel.mesh import Mesh
 from baton.parallel.param_layout import initialize_parameters, parameter_count
 from baton.training.adamw import AdamW
@@ -69,7 +69,7 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
             residual_dtype=DTYPES[training.residual_dtype],
             # auto is chosen before a run starts (launcher.planner.automatic); without a run there is no device to fit
             recompute="none" if training.recompute == "auto" else training.recompute,
-            link=None if mesh is None else _link(training, mesh),
+            link=None if mesh is None else _link(config, training, mesh),
             stage=None
             if mesh is None
             else stages.partition_layers(config, mesh.layout.pipeline, training.sequence_length)[mesh.pipeline_rank],
@@ -78,9 +78,13 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
         )
 
 
-def _link(training: TrainingConfig, mesh: Mesh) -> ContextLink | None:
+def _link(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> ContextLink | None:
     """The links to neighbouring context ranks; a rank that runs segments on its own is its own neighbour."""
-    return ContextLink(0, [mesh.rank], mesh.device) if mesh.link is None and training.bptt is not None else mesh.link
+    if mesh.link is None:
+        return None if training.bptt is None else ContextLink(0, [mesh.rank], mesh.device)
+    if any(mixer.state_grows for mixer in config.mixers.values()):
+        add_gather(mesh.link, mesh.layout)
+    return mesh.link
 
 
 def model_fingerprint(config: ModelConfig) -> str:

@@ -8,7 +8,7 @@ from baton.training.errors import RunError
 
 
 def check_long_evaluation(model: ModelConfig, training: TrainingConfig, ranks: int, *, documents: bool) -> None:
-    """Refuse long-context evaluation without documents, or with mixers whose States cannot be passed on. Raises RunError.
+    """Refuse long-context evaluation without documents, or in segments too short for a mixer. Raises RunError.
 
     ranks: context ranks that share a sequence. documents: whether the run reads documents.
     """
@@ -27,11 +27,6 @@ def check_long_evaluation(model: ModelConfig, training: TrainingConfig, ranks: i
                 f"{setting}: {what} has {tokens} tokens, which layout.context={ranks} does not divide; make it a multiple"
             )
         for name, mixer in model.mixers.items():
-            if mixer.state_grows:
-                raise RunError(
-                    f"{setting}: model.mixers.{name} attends to the whole document, whose keys fit in no State; set "
-                    f"model.mixers.{name}.window, or {setting}=0"
-                )
             if tokens // ranks < (tail := mixer.longest_tail):
                 raise RunError(
                     f"{setting}: {what} leaves {tokens // ranks} tokens to a rank, and model.mixers.{name} passes on the last "

@@ -47,21 +47,21 @@ def num_visible(limits, b, i, inside, T, MIN_DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def rows_visible_to_all(i, count, N: tl.constexpr):
+def rows_visible_to_all(i, count, N):
     """The first and the last row that all of tokens i see. count: the number of rows that each sees."""
     return tl.max(i + N + 1 - count, 0), tl.min(i, 0) + N
 
 
 @triton.jit
-def first_visible_row(i, count, N: tl.constexpr):
+def first_visible_row(i, count, N):
     """The first row that any of tokens i sees. count: the number of rows that each sees."""
     return tl.min(i + N + 1 - count, 0)
 
 
 @triton.jit
 def joint_attention_forward_kernel(
-    q, k, v, far_k, far_v, memory_k, memory_v, row, slot, limit, far_limit, y, lse, T, memories, scale,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    q, k, v, far_k, far_v, memory_k, memory_v, row, slot, limit, far_limit, y, lse, T, memories, scale, N,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, DOT_DTYPE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """y [B, T, H, K] and the base-2 logarithm of the sum of weights, [B, H, T].
@@ -141,8 +141,8 @@ def dkv_of_queries(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: 
 
 @triton.jit
 def joint_attention_backward_dq_kernel(
-    q, k, v, far_k, far_v, memory_k, memory_v, row, slot, limit, far_limit, y, lse, dy, dq, delta, T, memories, scale,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    q, k, v, far_k, far_v, memory_k, memory_v, row, slot, limit, far_limit, y, lse, dy, dq, delta, T, memories, scale, N,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, DOT_DTYPE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """dq, and delta = sum(y dy), [B, H, T]."""
@@ -202,8 +202,8 @@ def load_query_tile(q, dy, lse, delta, i, inside, b, h, T, H: tl.constexpr, K: t
 
 @triton.jit
 def joint_attention_backward_dkv_kernel(
-    q, k, v, limit, lse, dy, delta, first, later, dmemory_k, dmemory_v, dk, dv, T, memories, scale,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, N: tl.constexpr, MIN_DISTANCE: tl.constexpr, M: tl.constexpr,
+    q, k, v, limit, lse, dy, delta, first, later, dmemory_k, dmemory_v, dk, dv, T, memories, scale, N,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, MIN_DISTANCE: tl.constexpr, M: tl.constexpr,
     E: tl.constexpr, DOT_DTYPE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     REACH: tl.constexpr, ROW: tl.constexpr, GRAD_ROW: tl.constexpr,
 ):  # fmt: skip

@@ -132,6 +132,26 @@ def joint_attention(
     return y
 
 
+def history_attention(
+    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, *, scale: float, config: LaunchConfig
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`joint_attention` to a history alone, outside of autograd: y [B, T, H, K], and the base-2 logarithm of the sum of weights,
+    float32 [B, H, T], which the backward pass reads. k, v: [B, N + T, G, K]; limit: int32 [B, T]."""
+    return _history_launch(q, k, v, limit, scale, config).forward()
+
+
+def history_attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, y: Tensor, lse: Tensor, dy: Tensor, *, scale: float, config: LaunchConfig
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v for `history_attention`."""
+    found = _history_launch(q, k, v, limit, scale, config).backward(y, lse, dy.contiguous(), adjacent=False)
+    return tuple(found[:3])  # type: ignore[return-value]
+
+
+def _history_launch(q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, config: LaunchConfig) -> "_JointAttentionLaunch":
+    return _JointAttentionLaunch([q.contiguous(), *_with_equal_strides(k, v), None, None], Visibility(limit), None, scale, config)
+
+
 class _Joint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, far_k: Tensor | None, far_v: Tensor | None, *saved: Any) -> Tensor:
@@ -159,8 +179,10 @@ def _with_equal_strides(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Histories [B, J, G, K] as they are if their rows are whole and equally far apart, as halves of one tensor's rows are; else
     copies.
     """
-    row, (_, rows, groups, dim) = k.stride(1), k.shape
-    as_they_are = all(x.stride() == (rows * row, row, dim, 1) for x in (k, v)) and row >= groups * dim
+    row, (batch, rows, groups, dim) = k.stride(1), k.shape
+    # of one sequence the distance to the next one is not read: the first rows of a longer history are as good
+    own = int(batch == 1)
+    as_they_are = all(x.stride()[own:] == (rows * row, row, dim, 1)[own:] for x in (k, v)) and row >= groups * dim
     return (k, v) if as_they_are else (k.contiguous(), v.contiguous())
 
 

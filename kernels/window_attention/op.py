@@ -12,7 +12,12 @@ from baton.kernels.eidetic_attention.joint_attention_launch import use_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_state_keys, expect_tensor
 from baton.kernels.protocol import State
 from baton.kernels.window_attention.chunked import window_attention_chunked
-from baton.kernels.window_attention.triton_launch import SHORT, window_attention_triton
+from baton.kernels.window_attention.triton_launch import (
+    SHORT,
+    full_attention_backward_triton,
+    full_attention_triton,
+    window_attention_triton,
+)
 
 _KERNEL = "window_attention"
 
@@ -80,6 +85,42 @@ def window_attention(
             q, k, v, window=window, pos=pos, state=state, scale=scale, fresh=fresh, need_final_state=need_final_state
         )
     return window_attention_chunked(q, k, v, window=window, pos=pos, state=state, scale=scale, need_final_state=need_final_state)
+
+
+def full_attention_forward(q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Attention without a window of the last T of N + T tokens, outside of autograd, for callers that keep the keys elsewhere.
+
+    q: [batch, T, heads, dim]. k, v: [batch, N + T, key heads, dim], all of the tokens that were read. pos: of the queries, [batch,
+    T]. Returns y, [batch, T, heads, dim], and what `full_attention_backward` reads besides q, k, v and y.
+    """
+    scale = q.shape[-1] ** -0.5
+    if use_triton(q, state_dtype(q, k, v)):
+        y, lse = full_attention_triton(q, k, v, pos, scale=scale)
+        return y, (lse,)
+    with torch.no_grad():
+        return _full_attention_chunked(q, k, v, pos), ()
+
+
+def full_attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, y: Tensor, saved: tuple[Tensor, ...], dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of `full_attention_forward`, in their shapes and dtypes, for the gradient dy of y."""
+    if saved:
+        (lse,) = saved
+        return full_attention_backward_triton(q, k, v, pos, y, lse, dy, scale=q.shape[-1] ** -0.5)
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        dq, dk, dv = torch.autograd.grad(_full_attention_chunked(q, k, v, pos), (q, k, v), dy)
+    return dq, dk, dv
+
+
+def _full_attention_chunked(q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None) -> Tensor:
+    n = k.shape[1] - q.shape[1]
+    state = {"k": k[:, :n], "v": v[:, :n], "seen": torch.full((q.shape[0],), n, dtype=torch.int64, device=q.device)}
+    scale = q.shape[-1] ** -0.5
+    return window_attention_chunked(q, k[:, n:], v[:, n:], window=None, pos=pos, state=state, scale=scale, need_final_state=False)[
+        0
+    ]
 
 
 def empty(k: Tensor, v: Tensor, rows: int) -> State:

@@ -1,4 +1,4 @@
-"""Window attention as a `Recurrence` whose State is a tail of keys and values."""
+"""Window attention as a `Recurrence` whose State is a tail of keys and values, and full attention, whose State is all of them."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from baton.kernels.common.attention_tails import new_tails, seen_after
 from baton.kernels.common.example_inputs import randn
-from baton.kernels.protocol import Inputs, Recurrence, State, StateSpec
-from baton.kernels.window_attention.op import window_attention
+from baton.kernels.protocol import GatheredRecurrence, Inputs, Recurrence, State, StateSpec
+from baton.kernels.window_attention.op import full_attention_backward, full_attention_forward, window_attention
 from baton.kernels.window_attention.reference import window_attention_reference
 
 
@@ -60,6 +60,35 @@ class WindowAttention(Recurrence):
         return (3 * normal(batch, length, heads, dim), normal(*shape), normal(*shape)), state
 
 
+@dataclass(frozen=True)
+class FullAttention(WindowAttention, GatheredRecurrence):
+    """Attention to the whole document: `WindowAttention` without a window. Inputs q, k, v along time; State {k, v [batch, tokens
+    read, key heads, dim], seen [batch]}, which grows with every token."""
+
+    window: None = None
+    num_queries = 1
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"full_attention{'-grouped' if self.grouped else ''}"
+
+    def attend(self, queries: Inputs, gathered: Inputs, pos: Tensor | None) -> tuple[Tensor, Inputs]:
+        (q,), (k, v) = queries, gathered
+        return full_attention_forward(q, k, v, pos)
+
+    def attend_backward(
+        self, queries: Inputs, gathered: Inputs, pos: Tensor | None, y: Tensor, saved: Inputs, dy: Tensor
+    ) -> tuple[Inputs, Inputs]:
+        (q,), (k, v) = queries, gathered
+        dq, dk, dv = full_attention_backward(q, k, v, pos, y, saved, dy)
+        return (dq,), (dk, dv)
+
+    def span_state(self, inputs: Inputs, pos: Tensor | None) -> State:
+        _, k, v = inputs
+        seen = seen_after(k.shape[1], pos, torch.zeros(k.shape[0], dtype=torch.int64, device=k.device))
+        return {"k": k, "v": v, "seen": seen}
+
+
 def tail_state_specs(k: Tensor, v: Tensor, window: int | None) -> tuple[StateSpec, ...]:
     """StateSpecs of a tail of keys and values, split over the tensor group by heads."""
     rows, grows = (0, True) if window is None else (window - 1, False)
@@ -70,4 +99,4 @@ def tail_state_specs(k: Tensor, v: Tensor, window: int | None) -> tuple[StateSpe
     )
 
 
-RECURRENCES = (WindowAttention(5), WindowAttention(8, grouped=True), WindowAttention(None))
+RECURRENCES = (WindowAttention(5), WindowAttention(8, grouped=True), FullAttention())

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from baton.kernels.common.attention_tails import concat_tail, new_tails, seen_after
 from baton.kernels.compile import launch_configs
-from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, LaunchConfig, Visibility, joint_attention, shape_of
+from baton.kernels.eidetic_attention.joint_attention_launch import (
+    KERNEL,
+    LaunchConfig,
+    Visibility,
+    history_attention,
+    history_attention_backward,
+    joint_attention,
+    shape_of,
+)
 from baton.kernels.protocol import State
 
 SHORT = 16
@@ -20,15 +28,10 @@ def window_attention_triton(
     config: LaunchConfig | None = None, need_final_state: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.window_attention`, which checks the arguments. fresh: nothing has been read, so there is no tail before the keys."""
-    (batch, length, heads, dim), before, seen = q.shape, state["k"].shape[1], state["seen"]
-    if config is None:
-        sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": window or length}
-        config = launch_configs.choose(KERNEL, LaunchConfig(), q.device, shape_of(dim), sizes)
+    length, before, seen = q.shape[1], state["k"].shape[1], state["seen"]
+    config = config or _launch_config(q, k, window)
     # rows beyond the tail are not visible
-    limit = torch.arange(length, dtype=torch.int32, device=q.device)
-    limit = limit.expand(batch, -1) if fresh else limit + seen.clamp(max=before)[:, None].to(torch.int32)
-    if pos is not None:
-        limit = torch.minimum(limit, pos.to(torch.int32))
+    limit = _limit(q, pos, None if fresh else seen.clamp(max=before))
     if window is not None:
         limit = limit.clamp(max=window - 1)
     keys, values = (k, v) if fresh else (concat_tail(state[name], x) for name, x in (("k", k), ("v", v)))
@@ -42,3 +45,43 @@ def window_attention_triton(
     if fresh and length < rows:
         keys, values = (concat_tail(state[name], x) for name, x in (("k", k), ("v", v)))
     return y, {**new_tails({"k": keys, "v": values}, {"k": rows, "v": rows}, seen), "seen": seen}
+
+
+def full_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, *, scale: float, config: LaunchConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `op.full_attention_forward`, which checks the arguments."""
+    config = config or _launch_config(q, k, None)
+    return history_attention(q, k.to(q.dtype), v.to(q.dtype), _whole_limit(q, k, pos), scale=scale, config=config)
+
+
+def full_attention_backward_triton(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, y: Tensor, lse: Tensor, dy: Tensor, *, scale: float,
+    config: LaunchConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `op.full_attention_backward`."""
+    config, limit = config or _launch_config(q, k, None), _whole_limit(q, k, pos)
+    dq, dk, dv = history_attention_backward(
+        q, k.to(q.dtype), v.to(q.dtype), limit, y, lse, dy.to(q.dtype), scale=scale, config=config
+    )
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _launch_config(q: Tensor, k: Tensor, window: int | None) -> LaunchConfig:
+    batch, length, heads, dim = q.shape
+    sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": window or length}
+    return launch_configs.choose(KERNEL, LaunchConfig(), q.device, shape_of(dim), sizes)
+
+
+def _whole_limit(q: Tensor, k: Tensor, pos: Tensor | None) -> Tensor:
+    """The limits of queries that are the last tokens of the keys, all of which were read."""
+    before = torch.full((q.shape[0],), k.shape[1] - q.shape[1], dtype=torch.int32, device=q.device)
+    return _limit(q, pos, before).contiguous()
+
+
+def _limit(q: Tensor, pos: Tensor | None, before: Tensor | None) -> Tensor:
+    """The largest distance that each query sees, int32 [B, T]. before: [B], rows read before the first query; None: none."""
+    batch, length = q.shape[:2]
+    limit = torch.arange(length, dtype=torch.int32, device=q.device)
+    limit = limit.expand(batch, -1) if before is None else limit + before[:, None].to(torch.int32)
+    return limit if pos is None else torch.minimum(limit, pos.to(torch.int32))

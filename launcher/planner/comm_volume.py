@@ -147,10 +147,27 @@ def _over_sequence(one: Arithmetic) -> dict[str, Exchange]:
     if effects:
         for name in ("States: all-gather over context", "cotangents: all-gather over context"):
             found[name] = Exchange((ranks - 1) * effects * one.passes, ranks, p)
+    found |= _of_full_attention(one)
     whole = sum(block.message_bytes(work) for block in one.every_block)
     if one.training.carries_lane_states and whole:
         found["States of lanes: to the first rank"] = Exchange(whole * one.passes // one.together, ranks, p, pairs=True)
     return found
+
+
+def _of_full_attention(one: Arithmetic) -> dict[str, Exchange]:
+    """Keys and values are gathered in every pass and once more backwards, and their gradients return to their owners; in segments,
+    those of all segments so far. Queries go to other ranks and outputs come back, and so do their gradients."""
+    ranks, p, work = one.layout.context, one.tensor, one.work
+    keys, queries = (sum(size) for size in zip(*((b.key_bytes(work), b.query_bytes(work)) for b in one.every_block), strict=True))
+    if not keys:
+        return {}
+    again = int(one.training.recompute == "full")
+    forward, so_far = (1 + again) * one.passes + one.surveys, (one.together + 1) / 2
+    return {
+        "keys and values: all-gather over context": Exchange(int((ranks - 1) * keys * so_far * (forward + one.passes)), ranks, p),
+        "gradients of keys and values: all-to-all over context": Exchange(int((ranks - 1) * keys * so_far * one.passes), ranks, p),
+        "queries and outputs: all-to-all over context": Exchange(2 * queries * (forward + one.passes), ranks, p),
+    }
 
 
 def _of_stages(one: Arithmetic) -> dict[str, Exchange]:

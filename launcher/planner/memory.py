@@ -118,6 +118,7 @@ class Arithmetic:
             rerun=self.layout.uses_transitions(self.training.gradient_segments),
             sequence_parallel=self.layout.sequence_parallel and self.tensor > 1,
             selective=self.training.recompute == "selective",
+            context=self.layout.context,
         )
         self.micro_batches = self.training.sequences_per_step // (self.layout.data * self.training.micro_batch_size)
         self.passes = self.micro_batches * self.training.segments
@@ -238,7 +239,9 @@ class Arithmetic:
         if not surveyed:
             return 0
         first = self.entering if self.layout.context > 1 else self.states * self.training.carries_lane_states
-        return first + (surveyed - 1) * self.entering + surveyed * self._decided
+        # keys and values of full attention, and what later segments add to their gradients in float32
+        keys = sum(block.key_bytes(self.work) for block in self.every_block) * (1 + 4 // self.work.compute_bytes)
+        return first + (surveyed - 1) * self.entering + surveyed * (self._decided + keys)
 
     @property
     def hidden_bytes(self) -> int:
@@ -304,6 +307,8 @@ class Arithmetic:
             waiting = 4 * self.head_count if self.model.tie_embeddings and self.stage.first else 0
         # the gradients of what a sub-block kept are about as large as it
         in_hand = max(block.saved_bytes(work) + block.mask_bytes(work) for block in self.blocks.values())
+        # all ranks' keys and values, and their gradients: of the piece that is attended with, and the sum
+        in_hand += 3 * self.together * self.layout.context * max(b.key_bytes(work) for b in self.blocks.values()) * work.segment
         if full_recompute:
             in_hand += max(self.layer_bytes(layer) for layer in set(self.layers))
         activations = self.in_flight * self.activations(full_recompute=full_recompute) + self._expected

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from baton.kernels.protocol import State
 from baton.kernels.rotary import rotary
-from baton.kernels.window_attention.recurrence import WindowAttention
+from baton.kernels.window_attention.recurrence import FullAttention, WindowAttention
 from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.norm import HeadRMSNorm
@@ -40,5 +40,6 @@ class Attention(Mixer, settings=AttentionConfig):
             q, k = self.q_norm(q, q.dtype), self.k_norm(k, k.dtype)
         if self.config.rope_theta is not None:
             q, k = rotary(q, k, pos_BT, self.config.rope_theta)
-        y, state = self.run_recurrence(WindowAttention(self.config.window), (q, k, v), pos_BT, state, forward_context)
+        recurrence = FullAttention() if self.config.window is None else WindowAttention(self.config.window)
+        y, state = self.run_recurrence(recurrence, (q, k, v), pos_BT, state, forward_context)
         return self.out_proj(y.flatten(2)), state

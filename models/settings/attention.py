@@ -98,6 +98,8 @@ class AttentionConfig(HeadsConfig):
             SavedTensor("log-sum-exp", heads, "float32", device="gpu"),
             SavedTensor("out_proj input", width, "compute"),
         ]
+        if self.window is None:
+            saved += [SavedTensor("outputs for other ranks", width, "compute", dealt=True)]
         if self.qk_norm:
             for name, channels, rows in (("q_norm", width, heads), ("k_norm", kv_width, kv_heads)):
                 norm = saved_by_norm(name, channels, rows=rows)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from baton.models.settings.all_reduces import AllReduce, all_reduces_of
 from baton.models.settings.declarations import Dtype, ParameterDeclaration, StateDeclaration, prefixed, sub_block_norm
 from baton.models.settings.eager import Eager
 
@@ -48,6 +49,7 @@ class Workload:
     rerun: whether linear recurrences run again in the backward pass, as where context-parallel ranks exchange transitions.
     sequence_parallel: whether the residual stream is split by tokens over the tensor ranks.
     selective: whether cheap activations are recomputed (training.recompute=selective).
+    context: number of context ranks that share a sequence.
     """
 
     batch: int
@@ -59,6 +61,7 @@ class Workload:
     rerun: bool = False
     sequence_parallel: bool = False
     selective: bool = False
+    context: int = 1
 
     @property
     def tokens(self) -> int:
@@ -89,6 +92,7 @@ class SavedTensor:
         GPU or the recurrence runs again in the backward pass, and both of these save only the input ("input"). "kernel": saved
         only by the fused kernel.
     recomputed: not saved with selective recomputation, except in a segment.
+    dealt: saved only with context parallelism, where other ranks attend with a part of this one's queries.
     """
 
     name: str
@@ -103,6 +107,7 @@ class SavedTensor:
     sequence_parallel: bool = False
     in_recurrence: Literal["graph", "input", "kernel"] | None = None
     recomputed: bool = False
+    dealt: bool = False
 
     def nbytes(self, work: Workload) -> int:
         forms = {
@@ -111,6 +116,8 @@ class SavedTensor:
             "kernel": work.gpu and not work.rerun,
         }
         if self.in_recurrence is not None and not forms[self.in_recurrence]:
+            return 0
+        if self.dealt and work.context == 1:
             return 0
         if (self.recomputed and work.selective and not work.segment) or (self.sequence_parallel and not work.sequence_parallel):
             return 0
@@ -122,9 +129,9 @@ class SavedTensor:
         return width * (tokens if self.per_token else 1) * work.itemsize(self.dtype)
 
 
-def state_bytes(state: StateDeclaration, work: Workload, *, final: bool = False) -> int:
-    """Bytes of one tensor of a micro-batch's State on one tensor rank. final: the State after the rank's tokens."""
-    shape = (state.shape[0] + work.length, *state.shape[1:]) if state.grows and final else state.shape
+def state_bytes(state: StateDeclaration, work: Workload) -> int:
+    """Bytes of one tensor of a micro-batch's State on one tensor rank; of one that grows, of the rows of the rank's tokens."""
+    shape = (state.shape[0] + work.length, *state.shape[1:]) if state.grows else state.shape
     numel = math.prod(shape) // (1 if state.tp is None else work.tensor)
     return work.batch * numel * work.itemsize(state.dtype)
 
@@ -155,8 +162,19 @@ class RecurrenceCosts:
     transition: tuple[tuple[int, ...], ...] = ()
     eager: Eager | None = None
 
+    @property
+    def gathers(self) -> bool:
+        """Whether its State grows with every token: ranks and segments then gather it instead of passing it on."""
+        return any(state.grows for state in self.state)
+
+    def key_bytes(self, work: Workload) -> int:
+        """Bytes of the keys and values of a rank's tokens, if they are gathered."""
+        return sum(state_bytes(s, work) for s in self.state if s.grows)
+
     def saved_bytes(self, work: Workload) -> int:
         """Bytes of the States that are saved for the backward pass."""
+        if self.gathers:
+            return 0
         state, arrived = sum(state_bytes(s, work) for s in self.state), self.initial_state_bytes(work)
         if work.rerun and self.transition:
             # the chunks' States are recomputed when the recurrence runs again
@@ -174,7 +192,7 @@ class RecurrenceCosts:
 
     def initial_state_bytes(self, work: Workload) -> int:
         """Bytes of the initial State from the previous rank or segment, for each message."""
-        return self.messages * sum(state_bytes(s, work) for s in self.state) if work.segment else 0
+        return self.messages * sum(state_bytes(s, work) for s in self.state) if work.segment and not self.gathers else 0
 
     def score_bytes(self, work: Workload) -> int:
         """Bytes of scores that are saved even with full recomputation: one float32 per token of a recurrence whose State has no
@@ -191,6 +209,8 @@ class RecurrenceCosts:
 
     def message_bytes(self, work: Workload, *, backward: bool) -> int:
         """Bytes that a context rank sends: the State to the next rank or, backward, its gradient to the previous one."""
+        if self.gathers:
+            return 0
         return self.messages * _aligned(state_bytes(s, work) for s in self.state if s.grad or not backward)
 
     def transition_bytes(self, work: Workload) -> int:
@@ -201,36 +221,6 @@ class RecurrenceCosts:
 
 def _aligned(sizes: Iterable[int]) -> int:
     return sum(-(-nbytes // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT for nbytes in sizes)
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """An all-reduce of `width` elements per token over the tensor group, once per micro-batch.
-
-    residual: of an output that is added to the residual stream, or of the gradient of an input that is read from it. With sequence
-        parallelism an all-gather of the mixer's input and a reduce-scatter of its output replace these.
-    """
-
-    name: str
-    width: int
-    dtype: Dtype
-    direction: Literal["forward", "backward"]
-    residual: bool = False
-
-
-def all_reduces_of(parameter: ParameterDeclaration) -> tuple[AllReduce, ...]:
-    """The all-reduces of the layer that a parameter is the weight of."""
-    name = parameter.name.removesuffix(".weight")
-    match parameter.layer:
-        case "column":
-            return (AllReduce(name, parameter.shape[1], "compute", "backward", residual=True),)
-        case "row" | "output":
-            return (AllReduce(name, parameter.shape[0], "compute", "forward", residual=parameter.layer == "output"),)
-        case "replicated":
-            return (AllReduce(name, parameter.shape[0], "compute", "backward", residual=True),)
-        case "split_norm":
-            return (AllReduce(name, 1, "float32", "forward"), AllReduce(name, 1, "float32", "backward"))
-    return ()
 
 
 @dataclass(frozen=True)
@@ -274,7 +264,17 @@ class MixerCosts:
 
     @property
     def state(self) -> tuple[StateDeclaration, ...]:
-        return tuple(state for recurrence in self.recurrences for state in recurrence.state)
+        """Of recurrences that pass it on."""
+        return tuple(state for recurrence in self.recurrences if not recurrence.gathers for state in recurrence.state)
+
+    def key_bytes(self, work: Workload) -> int:
+        """Bytes of the keys and values of a rank's tokens that ranks and segments gather."""
+        return sum(r.key_bytes(work) for r in self.recurrences)
+
+    def query_bytes(self, work: Workload) -> int:
+        """Bytes of the queries of a rank's tokens whose keys and values are gathered, or of the outputs of full attention."""
+        width = sum(width for width, window in self.attended if window is None)
+        return work.tokens * width // work.tensor * work.compute_bytes
 
     def saved_bytes(self, work: Workload) -> int:
         """Bytes that autograd saves for a micro-batch, without parameters and their copies in the compute dtype."""
@@ -282,7 +282,7 @@ class MixerCosts:
 
     def final_state_bytes(self, work: Workload) -> int:
         """Bytes of the State after this rank's tokens."""
-        return sum(state_bytes(state, work, final=True) for state in self.state)
+        return sum(state_bytes(state, work) for state in self.state)
 
     def initial_state_bytes(self, work: Workload) -> int:
         """Bytes of the initial State from the previous rank or segment."""

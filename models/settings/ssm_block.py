@@ -6,7 +6,8 @@ from pydantic import Field
 
 from baton.models.initializers import Constant, Initializer, linear
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import AllReduce, MixerCosts, RecurrenceCosts, SavedTensor, saved_by_gate
+from baton.models.settings.all_reduces import AllReduce
+from baton.models.settings.cost_model import MixerCosts, RecurrenceCosts, SavedTensor, saved_by_gate
 from baton.models.settings.declarations import (
     ParameterDeclaration,
     StateDeclaration,

@@ -116,7 +116,7 @@ def test_states_are_the_modules(variant):
     (name,) = config.model.mixers
     model = on_meta(config.model, "bfloat16")
     by_module = {x.name: (x.shape, str(x.dtype), x.tp, x.grad, x.grows) for x in model.layers["0"].state_specs}
-    states = config.model.mixers[name].costs(SMALL_WIDTH).state
+    states = [state for recurrence in config.model.mixers[name].costs(SMALL_WIDTH).recurrences for state in recurrence.state]
     counted = {f"{name}.{x.name}": (x.shape, f"torch.{types[x.dtype]}", x.tp, x.grad, x.grows) for x in states}
     assert counted == by_module
 

@@ -121,9 +121,9 @@ SETTINGS = {
             "training.bptt=null: training.sequence_length=2 has no longer segment",
         ],
     ),
-    "full attention in segments": (
-        ["training.bptt={mode: exact, segment: 8}", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 8}}"],
-        ["training.bptt: model.mixers.attention attends to the whole document", "attention.window, or training.bptt=null"],
+    "full attention whose keys would never end": (
+        ["training.bptt={mode: truncated, segment: 8}", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 8}}"],
+        ["training.bptt.mode=truncated: model.mixers.attention attends", "mode=exact, or model.mixers.attention.window"],
     ),
     "a shorter length that does not divide": (
         ["training.sequence_length_warmup=[{steps: 2, sequence_length: 12}]"],
@@ -156,10 +156,6 @@ SETTINGS = {
     "sequence does not divide": (
         ["layout.context=3"],
         ["layout.context=3 does not divide training.sequence_length=32", "[1, 2, 4"],
-    ),
-    "a document that cannot be handed on": (
-        ["layout.context=2", "model.pattern=[attention]", "model.mixers={attention: {head_dim: 4}}"],
-        ["model.mixers.attention attends to the whole document", "set model.mixers.attention.window"],
     ),
     "a rank's tokens are fewer than a convolution's tail": (
         ["layout.context=16"],

@@ -32,7 +32,7 @@ from support.compare import relative_error
 from support.models import SEQUENCE_LENGTH, SEQUENCES, Batch, model_of, step_batch, training
 
 STEPS, ACCUMULATION, RANKS = 2, 2, 8
-MIXERS = (*kinds(), "hybrid")
+MIXERS = (*kinds(), "hybrid", "full_attention")
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "bfloat16 residual": 1e-2}
 PRECISIONS = {
     "float32": {"compute_dtype": "float32"},
@@ -78,12 +78,6 @@ LAYOUTS = tuple(
 )
 
 
-def legal(mixer: str) -> tuple[Layout, ...]:
-    """The layouts on which a mixer can run; a State that grows with the document cannot be sent."""
-    grows = mixer in kinds() and kinds()[mixer].small().state_grows
-    return tuple(layout for layout in LAYOUTS if not (grows and layout.context > 1))
-
-
 def values(layout: Layout) -> set[tuple[str, int]]:
     """The factors' values in a layout."""
     return {(f.name, getattr(layout, f.name)) for f in fields(layout)}
@@ -97,15 +91,14 @@ def short_selection() -> dict[Layout, tuple[str, ...]]:
     """
     chosen: dict[Layout, list[str]] = {layout: [] for layout in LAYOUTS}
     for mixer in MIXERS:
-        options = legal(mixer)
-        missing = set().union(*map(values, options))
+        missing = set().union(*map(values, LAYOUTS))
         while missing:
-            best = max(options, key=lambda layout: (len(values(layout) & missing), -len(chosen[layout])))
+            best = max(LAYOUTS, key=lambda layout: (len(values(layout) & missing), -len(chosen[layout])))
             chosen[best].append(mixer)
             missing -= values(best)
-    for layout, mixers in chosen.items():
+    for mixers in chosen.values():
         if not mixers:
-            mixers.append(min(MIXERS, key=lambda mixer: (layout not in legal(mixer), sum(mixer in m for m in chosen.values()))))
+            mixers.append(min(MIXERS, key=lambda mixer: sum(mixer in m for m in chosen.values())))
     return {layout: tuple(mixers) for layout, mixers in chosen.items()}
 
 

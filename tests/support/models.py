@@ -19,6 +19,7 @@ OPTIONS = {
     "bare": {"mamba": {"skip": False, "dt_init": "uniform"}, "longhorn": {"skip": False, "beta_bias": False}},
     "falcon": {"mamba": {"projection_norm_eps": 1e-6}},
     "qwen": {"attention": {"qkv_bias": True, "qk_norm": True}},
+    "full_attention": {"longhorn": {}, "attention": {"window": None}},
     "t2r": {"gsa": {"feature_map": "identity", "value_activation": None, "output_activation": None}},
 }
 """Models with other optional parts than by default: a layer of each mixer, and its settings."""

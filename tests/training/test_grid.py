@@ -78,8 +78,7 @@ def test_so_is_a_residual_stream_in_bfloat16(pool, single_mesh, mixer):
 def test_the_short_run_meets_every_value_with_every_mixer_and_every_combination():
     for mixer in grid.MIXERS:
         chosen = [layout for layout, mixers in SHORT.items() if mixer in mixers]
-        assert set().union(*map(grid.values, chosen)) == set().union(*map(grid.values, grid.legal(mixer)))
-        assert set(chosen) <= set(grid.legal(mixer))
+        assert set().union(*map(grid.values, chosen)) == set().union(*map(grid.values, grid.LAYOUTS))
     assert all(SHORT.values())
     assert set(SHORT) == set(grid.LAYOUTS)
     combinations = itertools.product((1, 2), (1, 2), (1, 2, 4), (0, 1, 2))

@@ -32,7 +32,7 @@ from baton.data_pipeline.tokenizer_training import train_tokenizer
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.models.settings import SMALL_WIDTH, kinds
-from baton.parallel.context_parallel import ContextLink
+from baton.parallel.context_parallel import ContextLink, add_gather
 from baton.parallel.param_layout import initialize_parameters
 from baton.training.config import BpttConfig, EvaluationConfig, ScheduleConfig
 from baton.training.config_checks import check_long_evaluation
@@ -49,6 +49,8 @@ LAYOUTS = ({"data": 2}, STAGES, {"tensor": 2, "pipeline": 2})
 def validated(mesh, mixers):
     """Of each mixer: loss, loss and accuracy at labels, and what is seen by position."""
     found = []
+    if mesh.link is not None:
+        add_gather(mesh.link, mesh.layout)
     for mixer in mixers:
         model = model_on(mesh, model_for(mixer), link=ContextLink(0, [mesh.rank], mesh.device))
         rows = torch.arange(mesh.data_rank, ROWS, mesh.layout.data)
@@ -86,7 +88,7 @@ def expected_of(mixer, spans):
             _, states = model(batch.tokens[live, :border], batch.pos[live, :border])
         for layer, leaves in model.state_specs.items():
             for leaf in leaves:
-                if leaf.grad:
+                if leaf.grad and not leaf.grows:
                     mean_square = float(states[layer][leaf.name].square().sum()) / int(live.sum())
                     norms.setdefault(leaf.name, {}).setdefault(layer, []).append(mean_square**0.5)
     losses = [(2**k, float(np.mean(buckets[k])), len(buckets[k])) for k in sorted(buckets)]
@@ -95,7 +97,7 @@ def expected_of(mixer, spans):
 
 @pytest.mark.parametrize(
     ("layout", "mixers"),
-    [(STAGES, MIXERS[::2]), *(pytest.param(layout, MIXERS, marks=pytest.mark.long) for layout in LAYOUTS)],
+    [(STAGES, (*MIXERS[::2], "full_attention")), *(pytest.param(layout, MIXERS, marks=pytest.mark.long) for layout in LAYOUTS)],
     ids=lambda x: str(x) if isinstance(x, dict) else f"{len(x)} mixers",
 )
 def test_validation_in_segments_equals_whole_rows(pool, single_mesh, layout, mixers):
@@ -223,14 +225,11 @@ def test_long_rows_are_refused_where_there_are_none_or_states_cannot_go_on():
         return str(caught.value)
 
     mamba = model_for("mamba")
-    full = ModelConfig(
-        **mamba.model_dump() | {"pattern": ["attention"], "mixers": {"attention": {"kind": "attention", "heads": 4}}}
-    )
     assert "add a longer case to data.cases" in refused(mamba, documents=False, long_tokens=100)
-    assert "model.mixers.attention.window" in refused(full, long_tokens=100)
     assert "layout.context=2 does not divide" in refused(mamba, ranks=2, gradient_reach_segment_length=13)
     assert "make it 6 tokens or more" in refused(mamba, ranks=2, gradient_reach_segment_length=4)
-    check_long_evaluation(full, training(evaluation=EvaluationConfig(long_tokens=100, every=0)), 1, documents=True)
+    check_long_evaluation(mamba, training(evaluation=EvaluationConfig(long_tokens=100, every=0)), 3, documents=True)
+    check_long_evaluation(model_for("full_attention"), training(evaluation=EvaluationConfig(long_tokens=100)), 1, documents=True)
 
 
 LONG_ROWS, LONG_SEGMENT, WIDTH = 4, 2048, 64

@@ -1,8 +1,8 @@
 """Validation on rows far longer than those of training: loss by position, and norms of every layer's State.
 
 Rows consist of the longest documents of the validation split. They are read, evaluated and dropped segment by segment; only
-States are passed on, so neither time per token nor memory grows with the row. Positions are compared on the same documents,
-not on those that happen to be long enough.
+States are passed on, so neither time per token nor memory grows with the row, except with full attention, whose keys are kept.
+Positions are compared on the same documents, not on those that happen to be long enough.
 """
 
 from collections.abc import Iterable, Iterator
@@ -137,7 +137,7 @@ def evaluate_long(
         (number, leaf.name): torch.zeros(len(kept), dtype=torch.float64, device=mesh.device)
         for number, of_layer in model.state_specs.items()
         for leaf in of_layer
-        if leaf.grad and (leaf.tp is not None or mesh.tensor_rank == 0)
+        if leaf.grad and not leaf.grows and (leaf.tp is not None or mesh.tensor_rank == 0)
     }
     rows = torch.zeros(len(kept), dtype=torch.float64, device=mesh.device)
     forward_context = context_of_segments(model, mesh)

@@ -90,7 +90,7 @@ class MicrobatchRunner:
         x = batch.tokens if stage.first else self._receive("forward", batch)
         first, again = self._model.recomputation(self._context.link)
         initial_states = self._initial_states(n, s)
-        with torch.no_grad(), self._virtual_segment(s), first:
+        with torch.no_grad(), self._virtual_segment(n, s), first:
             y, final_states = self._model(x, batch.pos, initial_states, self._context)
         if not stage.last:
             assert self._pipeline is not None
@@ -106,7 +106,7 @@ class MicrobatchRunner:
             x.requires_grad_()
         initial_states = self._initial_states(n, s) if saved is None else None
         context = replace(self._context, need_final_state=saved is not None or self._lanes is not None)
-        with nullcontext() if saved is None else saved.again, self._virtual_segment(s):
+        with nullcontext() if saved is None else saved.again, self._virtual_segment(n, s):
             y, final_states = self._model(x, batch.pos, initial_states, context)
         if saved is not None:
             self._comparisons.append((s, _fingerprints(final_states) == saved.fingerprints))
@@ -130,10 +130,12 @@ class MicrobatchRunner:
             assert x.grad is not None
             self._pipeline.send("backward", x.grad)
 
-    def _virtual_segment(self, s: int) -> AbstractContextManager[None]:
+    def _virtual_segment(self, n: int, s: int) -> AbstractContextManager[None]:
         """The link's context for a segment, counted within its group of segments that share a gradient."""
         link, together = self._context.link, self._schedule.gradient_segments
-        return nullcontext() if link is None or self._schedule.segments == 1 else link.segment(s % together, count=together)
+        if link is None or self._schedule.segments == 1:
+            return nullcontext()
+        return link.segment(s % together, count=together, sequence=n)
 
     def _initial_states(self, n: int, s: int) -> States | None:
         """The lanes' States for the first segment of a group on the first context rank; None elsewhere."""
