@@ -245,7 +245,7 @@ def test_segments_on_gpus_give_the_gradient_of_the_cpu(gpu_pool, single_mesh, ra
     if ranks * pipeline > gpu_pool.size:
         pytest.skip(f"needs {ranks * pipeline} GPUs, there are {gpu_pool.size}")
     own = MIXERS[2 * ranks + pipeline - 3 :: 4]
-    cases = [Case(mixer, *cut) for mixer in own for cut in ((3, dtype), (4, dtype, 2))]
+    cases = [Case(mixer, *cut) for mixer in own for cut in ((3, dtype), (4, dtype, 2))] + [Case("full_attention", 3, dtype)]
     compare(gpu_pool, ranks, pipeline, cases, loosened=10)
 
 
