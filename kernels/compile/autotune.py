@@ -23,12 +23,15 @@ from baton.kernels.delta_rule import triton_launch as delta_rule
 from baton.kernels.diagonal_scan import triton_launch as diagonal_scan
 from baton.kernels.eidetic_attention import op as eidetic
 from baton.kernels.eidetic_attention import triton_launch as eidetic_attention
+from baton.kernels.eidetic_attention.joint_attention_launch import default_launch_config
 from baton.kernels.errors import LaunchConfigError
 from baton.kernels.gated_linear_attention import triton_launch as gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate
 from baton.kernels.lattice import triton_launch as lattice
 from baton.kernels.lattice.variant import UpdateRule, Variant, slot_norms
 from baton.kernels.short_conv import triton_launch as short_conv
+from baton.kernels.window_attention import op as window
+from baton.kernels.window_attention import triton_launch as window_attention
 
 LEAST_GAIN = 0.02
 REPETITIONS = 11
@@ -75,7 +78,7 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
     eidetic_attention.KERNEL: (
         {"queries": (64, 128), "keys": (32, 64, 128), "warps": (4, 8)},
         {"queries_backward": (32, 64, 128), "keys_backward": (32, 64, 128), "warps_backward": (4, 8)},
-        {"stages": (1, 2, 3)},
+        {"stages": (1, 2, 3), "stages_backward": (1, 2, 3)},
         {"registers": (128, 255)},
     ),
     short_conv.KERNEL: ({"block_d": (64, 128, 256), "block_t": (4, 8, 16)}, {"span": (64, 128, 256, 512)}),
@@ -312,25 +315,33 @@ def _lattice(request: launch_configs.Request, device: torch.device, dtype: torch
 
 
 def _eidetic_attention(request: launch_configs.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:
-    """Example inputs with memories of as many rows as in the models' default settings."""
+    """Example inputs with memories of as many rows as in the models' default settings, or whole documents."""
     g, sizes = _generator(device), request.sizes
-    shape, dim, window = (sizes["batch"], sizes["tokens"]), sizes["dim"], sizes["window"]
+    shape, dim, tokens = (sizes["batch"], sizes["tokens"]), sizes["dim"], sizes["window"]
 
     def randn(heads: int) -> Tensor:
         return torch.randn(*shape, heads, dim, generator=g, device=device).to(dtype).requires_grad_()
 
     leaves = [randn(sizes["heads"]), *(randn(sizes["groups"]) for _ in range(4))]
     score, dy = torch.rand(shape, generator=g, device=device), torch.randn_like(leaves[0])
-    options = eidetic_attention.Options(window, min(16, window), 64, False, dim**-0.5)
+    options = eidetic_attention.Options(tokens, min(16, tokens), 64, False, dim**-0.5)
     state = eidetic.empty(eidetic.state_specs(options, leaves[1], torch.float32), sizes["batch"], device)
     pos = torch.arange(sizes["tokens"], device=device).expand(shape)
+
+    def whole(config: eidetic_attention.LaunchConfig) -> list[Tensor]:
+        q, k, v, *_ = leaves
+        empty = window.empty(k, v, 0)
+        options = {"window": None, "pos": pos, "state": empty, "scale": dim**-0.5, "fresh": True, "need_final_state": False}
+        y, _ = window_attention.window_attention_triton(q, k, v, config=config, **options)
+        return [y, *torch.autograd.grad(y, (q, k, v), dy)]
 
     def call(config: eidetic_attention.LaunchConfig) -> list[Tensor]:
         y, _ = eidetic_attention.eidetic_attention_triton((*leaves, score), options, pos=pos, state=state, config=config)
         return [y, *torch.autograd.grad(y, leaves, dy)]
 
-    default = eidetic_attention.LaunchConfig()
-    return call, default, launch_configs.choose(request.kernel, default, device, request.shape, sizes)
+    alone = "whole" in request.shape
+    default = default_launch_config(dim, whole=alone)
+    return whole if alone else call, default, launch_configs.choose(request.kernel, default, device, request.shape, sizes)
 
 
 _SETUPS = {

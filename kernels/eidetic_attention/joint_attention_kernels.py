@@ -120,21 +120,25 @@ def joint_attention_forward_kernel(
 
 @triton.jit
 def softmax_weights(scores, mask, lse_i, scale):
-    """The weights, recomputed from scores. lse_i: logarithm of the sum of weights; scale: of the scores, to base 2."""
-    return tl.where(mask, tl.exp2(scores * scale - lse_i), 0.0)
+    """The weights, recomputed from scores. mask: None: those of all scores, which are -inf where there is none. lse_i: logarithm of
+    the sum of weights; scale: of the scores, to base 2."""
+    weights = tl.exp2(scores * scale - lse_i)
+    if mask is not None:
+        weights = tl.where(mask, weights, 0.0)
+    return weights
 
 
 @triton.jit
-def dq_of_rows(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr):
+def dq_of_rows(scores, k_j, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr):
     """The part of the queries' gradient that comes from these rows, before scaling."""
-    weights = softmax_weights(dot(q_i, tl.trans(k_j), DOT_DTYPE), mask, lse_i[:, None], scale)
+    weights = softmax_weights(scores, mask, lse_i[:, None], scale)
     return dot(weights * (dot(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None]), k_j, DOT_DTYPE)
 
 
 @triton.jit
-def dkv_of_queries(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr):
+def dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr):
     """The parts of the gradients of keys (before scaling) and of values that come from these queries."""
-    weights = softmax_weights(dot(q_i, tl.trans(k_j), DOT_DTYPE), mask, lse_i[:, None], scale)
+    weights = softmax_weights(scores, mask, lse_i[:, None], scale)
     dscores = weights * (dot(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None])
     return dot(tl.trans(dscores), q_i, DOT_DTYPE), dot(tl.trans(weights), dy_i, DOT_DTYPE)
 
@@ -157,14 +161,20 @@ def joint_attention_backward_dq_kernel(
     lse_i = tl.load(lse + (b * H + h) * T + i, mask=inside, other=0.0)
     acc, scale_log2 = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32), scale * LOG2_E
     num_near, row_offset = num_visible(limit, b, i, inside, T, 0), b * (N + T) * ROW + g * K
+    first_common, last_common = rows_visible_to_all(i, num_near, N)
     for r0 in range(first_visible_row(i, num_near, N), tl.minimum(i0 + BLOCK_Q, T) + N, BLOCK_K):
         r = r0 + tl.arange(0, BLOCK_K)
         k_j, v_j = (
             load_tile(k + row_offset, r, r < N + T, ROW, K, BLOCK_D),
             load_tile(v + row_offset, r, r < N + T, ROW, K, BLOCK_D),
         )
-        mask = in_range((i + N)[:, None] - r[None, :], num_near[:, None])
-        acc += dq_of_rows(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
+        scores, mask = dot(q_i, tl.trans(k_j), DOT_DTYPE), in_range((i + N)[:, None] - r[None, :], num_near[:, None])
+        if FAR == 0 and M == 0:
+            # as in the forward kernel
+            if (r0 < first_common) | (r0 + BLOCK_K - 1 > last_common):
+                scores = tl.where(mask, scores, float("-inf"))
+            mask = None
+        acc += dq_of_rows(scores, k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
     if FAR > 0:
         num_far, F = num_visible(far_limit, b, i, inside, T, FAR), 2 * FAR - 1
         row_offset = (b * (F + T) * G + g) * K
@@ -175,7 +185,7 @@ def joint_attention_backward_dq_kernel(
                 load_tile(far_v + row_offset, r, r < F + T, G * K, K, BLOCK_D),
             )
             mask = in_range((i + (F - FAR))[:, None] - r[None, :], num_far[:, None])
-            acc += dq_of_rows(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
+            acc += dq_of_rows(dot(q_i, tl.trans(k_j), DOT_DTYPE), k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
     if M > 0:
         slot_i = tl.load(slot + b * T + i, mask=inside, other=-1)
         for s in range(tl.min(tl.where(slot_i >= 0, slot_i, memories), 0), tl.max(slot_i, 0) + 1):
@@ -188,7 +198,7 @@ def joint_attention_backward_dq_kernel(
                     load_tile(memory_v + at, m, m < M, G * K, K, BLOCK_D),
                 )
                 mask = (slot_i == s)[:, None] & exists[None, :]
-                acc += dq_of_rows(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
+                acc += dq_of_rows(dot(q_i, tl.trans(k_j), DOT_DTYPE), k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
     store_tile(dq + q_offset, i, inside, acc * scale, H * K, K, BLOCK_D)
 
 
@@ -202,7 +212,7 @@ def load_query_tile(q, dy, lse, delta, i, inside, b, h, T, H: tl.constexpr, K: t
 
 @triton.jit
 def joint_attention_backward_dkv_kernel(
-    q, k, v, limit, lse, dy, delta, first, later, dmemory_k, dmemory_v, dk, dv, T, memories, scale, N,
+    q, k, v, limit, ends, lse, dy, delta, first, later, dmemory_k, dmemory_v, dk, dv, T, memories, scale, N,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, MIN_DISTANCE: tl.constexpr, M: tl.constexpr,
     E: tl.constexpr, DOT_DTYPE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     REACH: tl.constexpr, ROW: tl.constexpr, GRAD_ROW: tl.constexpr,
@@ -210,7 +220,8 @@ def joint_attention_backward_dkv_kernel(
     """dk, dv of a history, [B, N + T, G, K], including the copies of its T tokens in memories (none if M = 0), located by first and
     later.
 
-    E: entries at the start of first. limit: [B, T], the largest distance, at most N + REACH (-1: any). MIN_DISTANCE: the smallest.
+    E: entries at the start of first. limit: [B, T], the largest distance, at most N + REACH (-1: any; ends, [B, programs], then has
+    the queries up to the last one that sees any row of a program). MIN_DISTANCE: the smallest distance.
     GRAD_ROW: elements between rows of dk, and of dv. Tiles begin where they would with REACH more rows in front, so that sums keep
     their bits.
     """
@@ -220,15 +231,26 @@ def joint_attention_backward_dkv_kernel(
     exists, read, row_offset = (r >= 0) & (r < N + T), b * (N + T) * ROW + g * K, b * (N + T) * GRAD_ROW + g * K
     k_j, v_j = load_tile(k + read, r, exists, ROW, K, BLOCK_D), load_tile(v + read, r, exists, ROW, K, BLOCK_D)
     dk_acc, dv_acc, scale_log2 = tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_D], tl.float32), scale * LOG2_E
-    end = tl.where(r0 + BLOCK_K > 0, T if REACH < 0 else tl.minimum(r0 + BLOCK_K + REACH, T), 0)
+    if REACH < 0:
+        end = tl.load(ends + b * tl.num_programs(0) + tl.program_id(0))
+    else:
+        end = tl.where(r0 + BLOCK_K > 0, tl.minimum(r0 + BLOCK_K + REACH, T), 0)
     for h in range(g * (H // G), (g + 1) * (H // G)):
         for i0 in range(tl.maximum(r0 - N + MIN_DISTANCE, 0), end, BLOCK_Q):
             i = i0 + tl.arange(0, BLOCK_Q)
             q_i, dy_i, lse_i, delta_i = load_query_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BLOCK_D)
-            mask = in_range(
-                (i + (N - MIN_DISTANCE))[:, None] - r[None, :], num_visible(limit, b, i, i < T, T, MIN_DISTANCE)[:, None]
+            count = num_visible(limit, b, i, i < T, T, MIN_DISTANCE)
+            scores, mask = (
+                dot(q_i, tl.trans(k_j), DOT_DTYPE),
+                in_range((i + (N - MIN_DISTANCE))[:, None] - r[None, :], count[:, None]),
             )
-            dk_j, dv_j = dkv_of_queries(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
+            if MIN_DISTANCE == 0 and M == 0:
+                # as in the forward kernel
+                first_common, last_common = rows_visible_to_all(i, count, N)
+                if (r0 < first_common) | (r0 + BLOCK_K - 1 > last_common):
+                    scores = tl.where(mask, scores, float("-inf"))
+                mask = None
+            dk_j, dv_j = dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
             dk_acc += dk_j
             dv_acc += dv_j
     dk_acc *= scale
@@ -262,7 +284,8 @@ def joint_attention_backward_dmemory_kernel(
             i = i0 + tl.arange(0, BLOCK_Q)
             q_i, dy_i, lse_i, delta_i = load_query_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BLOCK_D)
             mask = (tl.load(slot + b * T + i, mask=i < T, other=-1) == s)[:, None] & exists[None, :]
-            dk_j, dv_j = dkv_of_queries(q_i, k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
+            scores = dot(q_i, tl.trans(k_j), DOT_DTYPE)
+            dk_j, dv_j = dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
             dk_acc += dk_j
             dv_acc += dv_j
     store_tile(dmemory_k + at, m, m < M, dk_acc * scale, G * K, K, BLOCK_D)

@@ -12,6 +12,7 @@ from baton.kernels.eidetic_attention.joint_attention_launch import (
     KERNEL,
     LaunchConfig,
     Visibility,
+    default_launch_config,
     history_attention,
     history_attention_backward,
     joint_attention,
@@ -70,7 +71,8 @@ def full_attention_backward_triton(
 def _launch_config(q: Tensor, k: Tensor, window: int | None) -> LaunchConfig:
     batch, length, heads, dim = q.shape
     sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": window or length}
-    return launch_configs.choose(KERNEL, LaunchConfig(), q.device, shape_of(dim), sizes)
+    whole = window is None
+    return launch_configs.choose(KERNEL, default_launch_config(dim, whole=whole), q.device, shape_of(dim, whole=whole), sizes)
 
 
 def _whole_limit(q: Tensor, k: Tensor, pos: Tensor | None) -> Tensor:

@@ -39,6 +39,7 @@ CHEAP = {
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
 ACTIVATIONS = {"x", "dt", "B", "C", "z", "y", "dx", "ddt", "dz", "dy", "tail", "dtail", "dtail_out", "dbc_partial"}
 COUNTS = {
+    "N",
     "T",
     "chunks",
     "piece",
@@ -296,13 +297,13 @@ def _eidetic_kernels(arch):
         memory_copy_kernels,
         topk_memory_kernels,
     )
-    from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, LaunchConfig, shape_of
+    from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, LaunchConfig, default_launch_config, shape_of
 
-    integers = dict.fromkeys(("slot", "limit", "far_limit", "row", "first", "fading_first", "later", "last"), "i32")
+    integers = dict.fromkeys(("slot", "limit", "ends", "far_limit", "row", "first", "fading_first", "later", "last"), "i32")
     float32 = dict.fromkeys(("lse", "delta", "dmemory_k", "dmemory_v"), "fp32")
     types = {**integers, **float32, "begin": "i32"}
     for dim in (64, 128):
-        config = replace(LaunchConfig(), **launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(dim)))
+        config = with_window = replace(LaunchConfig(), **launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(dim)))
         common = {
             "H": 2048 // dim,
             "G": 2048 // dim,
@@ -310,11 +311,11 @@ def _eidetic_kernels(arch):
             "BLOCK_D": dim,
             "M": 80,
             "DOT_DTYPE": tl.bfloat16,
-            "num_stages": config.stages,
+            "num_stages": config.stages_backward,
         }
         queries = {
             **common,
-            "N": 511,
+            "num_stages": config.stages,
             "FAR": 0,
             "BLOCK_Q": config.queries,
             "BLOCK_K": config.keys,
@@ -333,7 +334,6 @@ def _eidetic_kernels(arch):
         yield f"{name} queries backward", joint_attention_kernels.joint_attention_backward_dq_kernel, queries, config.warps, types
         rows = {
             **back,
-            "N": 511,
             "MIN_DISTANCE": 0,
             "BLOCK_K": config.keys_backward,
             "REACH": 0,
@@ -349,7 +349,11 @@ def _eidetic_kernels(arch):
             types,
         )
         # all of a document, and no memories
-        alone = {**queries, "N": 0, "M": 0, "BLOCK_M": 16}
+        names = launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(dim, whole=True))
+        config = replace(default_launch_config(dim, whole=True), **names)
+        sizes = {"BLOCK_Q": config.queries, "BLOCK_K": config.keys, "num_stages": config.stages}
+        alone = {**queries, **sizes, "M": 0, "BLOCK_M": 16}
+        sizes = {"BLOCK_Q": config.queries_backward, "BLOCK_K": config.keys_backward, "num_stages": config.stages_backward}
         yield (
             f"attention, {dim} forward",
             joint_attention_kernels.joint_attention_forward_kernel,
@@ -367,10 +371,11 @@ def _eidetic_kernels(arch):
         yield (
             f"attention, {dim} rows backward",
             joint_attention_kernels.joint_attention_backward_dkv_kernel,
-            {**rows, "N": 0, "REACH": -1, "M": 0, "E": 0},
+            {**rows, **sizes, "REACH": -1, "M": 0, "E": 0},
             config.warps_backward,
             types,
         )
+        config = with_window
         memories = {**back, "WINDOW": 512, "BLOCK_M": config.memory}
         yield (
             f"{name} memories backward",
