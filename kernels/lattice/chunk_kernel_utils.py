@@ -129,6 +129,73 @@ def load_scalars(at, N: tl.constexpr):
     return found
 
 
+@triton.constexpr_function
+def _loads(stride, count):
+    """Instructions that load `count` numbers, each `stride` bytes behind the one before, in each lane."""
+    return "\n".join(f"ld.global.f32 ${n}, [${count} + {n * stride}];" for n in range(count))
+
+
+@triton.constexpr_function
+def _load_constraints(count):
+    return "=&f," * count + "l,~{memory}"
+
+
+@triton.constexpr_function
+def _float32(count):
+    return (tl.float32,) * count
+
+
+@triton.jit
+def load_vectors(at, STRIDE: tl.constexpr, N: tl.constexpr):
+    """N vectors as a tuple: what the pointers `at` point at, and STRIDE, 2 STRIDE, ... numbers further, of float32.
+
+    Compiling a `tl.load` of a tensor takes time in proportion to the square of the kernel's size (Triton's coalescing pass goes
+    through everything that depends on it), and the sequential steps load hundreds.
+    """
+    if N == 1 or is_interpreted():
+        found = ()
+        for n in tl.static_range(N):
+            found += (tl.load(at + n * STRIDE),)
+    else:
+        found = tl.inline_asm_elementwise(
+            _loads(4 * STRIDE, N), _load_constraints(N), [tl.cast(at, tl.int64, bitcast=True)], dtype=_float32(N), is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    return found
+
+
+@triton.constexpr_function
+def _fmas(offset):
+    return f"""{{
+    .reg .f32 y<4>;
+    ld.global.v4.f32 {{y0, y1, y2, y3}}, [$4 + {offset}];
+    fma.rn.f32 $0, y0, $5, $6;
+    fma.rn.f32 $1, y1, $5, $7;
+    fma.rn.f32 $2, y2, $5, $8;
+    fma.rn.f32 $3, y3, $5, $9;
+    }}"""
+
+
+@triton.jit
+def add_multiples(sums, scalars, x, OFFSET: tl.constexpr, N: tl.constexpr):
+    """The N sums, each with a multiple of x added: by N numbers that lie side by side, OFFSET behind the pointer `scalars`. They
+    are loaded as in `load_scalars`; fewer operations than by itself, as fewer are compiled faster.
+    """
+    found = ()
+    if N % 4 == 0 and not is_interpreted():
+        at = tl.cast(scalars, tl.int64, bitcast=True)
+        for n in tl.static_range(0, N, 4):
+            found += tl.inline_asm_elementwise(
+                _fmas(4 * (OFFSET + n)), "=&f,=&f,=&f,=&f,l,f,f,f,f,f,~{memory}",
+                [at, x, sums[n], sums[n + 1], sums[n + 2], sums[n + 3]],
+                dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
+            )  # fmt: skip
+    else:
+        for n in tl.static_range(N):
+            found += (sums[n] + tl.load(scalars + OFFSET + n) * x,)
+    return found
+
+
 @triton.jit
 def load_sectors(gram, first, C: tl.constexpr, N: tl.constexpr):
     """One number of each cache sector that `store_gram` stored for the N tokens from `first` on. This loads all of it into L1. The
@@ -163,22 +230,18 @@ def chunk_steps(
     bad = tl.zeros([BLOCK_M], tl.float32)
     for group in range(C // N):
         first = group * N
-        products = ()
-        for t in tl.static_range(N):
-            products += (tl.load(rows + (C + first + t) * BLOCK_M),)
+        products = load_vectors(rows + (C + first) * BLOCK_M, BLOCK_M, N)
         for e in range(group):
+            earlier, of_earlier = load_vectors(to + (C + e * N) * BLOCK_M, BLOCK_M, N), gram + e * N * C + first
             for j in tl.static_range(N):
-                w, gram_row = tl.load(to + (C + e * N + j) * BLOCK_M), load_scalars(gram + (e * N + j) * C + first, N)
-                sums = ()
-                for t in tl.static_range(N):
-                    sums += (products[t] + gram_row[t] * w,)
-                products = sums
+                products = add_multiples(products, of_earlier, earlier[j], j * C, N)
+        k_group = load_vectors(rows + first * BLOCK_M, BLOCK_M, N)
         ps, ws = (), ()
         of_group = gram + first
         gammas, mus = load_scalars(of_group + C * C, N), load_scalars(of_group + (C + 1) * C, N)
         for t in tl.static_range(N):
             gamma_t, mu_t, gram_row = gammas[t], tl.abs(mus[t]), load_scalars(of_group + (first + t) * C, N)
-            square, k_t = gram_row[t], tl.load(rows + (first + t) * BLOCK_M)
+            square, k_t = gram_row[t], k_group[t]
             if HAS_POS:
                 p = tl.where(mus[t] < 0.0, 1.0, p)
             a = p * products[t]
@@ -197,13 +260,14 @@ def chunk_steps(
                 bad = tl.where(good & (tl.abs(p) >= MIN_P), bad, 1.0)
             later = ()
             for s in tl.static_range(N):
-                later += (products[s] + gram_row[s] * w if s > t else products[s],)
+                later += (tl.fma(gram_row[s], w, products[s]) if s > t else products[s],)
             products = later
         # stored last, so that no load above waits for it
+        to_group = to + first * BLOCK_M
         for t in tl.static_range(N):
-            tl.store(to + (first + t) * BLOCK_M, ps[t])
-            tl.store(to + (C + first + t) * BLOCK_M, ws[t])
+            tl.store(to_group + t * BLOCK_M, ps[t])
+            tl.store(to_group + (C + t) * BLOCK_M, ws[t])
             if BACK:
-                tl.store(to + (2 * C + first + t) * BLOCK_M, products[t])
+                tl.store(to_group + (2 * C + t) * BLOCK_M, products[t])
         tl.debug_barrier()
     return bad

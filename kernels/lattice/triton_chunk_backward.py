@@ -120,6 +120,33 @@ def lattice_backward_pre_kernel(
         tl.store(at_rows + 6 * CHECKPOINT_INTERVAL * BLOCK_M, q_t * rbar)
 
 
+@triton.jit(noinline=True)
+def unsafe_chunk_backward(
+    n, p, own_slots, checkpoint, q, k, v, gamma, mu, pos, dy, S0_head, dS0, dq, dk, dv, dgamma, dmu, of_token, of_part, T,
+    q_row, k_row, v_row, gamma_row, mu_row, dy_row,
+    D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr, HAS_POS: tl.constexpr,
+    EVEN_T: tl.constexpr, BLOCK_T: tl.constexpr, CHECKPOINT_INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Run chunk n backward token by token; the slots' cotangents are in own_slots, [BLOCK_M, BLOCK_D], before and after it, and
+    scratch memory follows them. Such chunks are rare, so they are a function of their own: compiling the kernel with it takes twice
+    as long, see `load_vectors`.
+    """
+    m, d, inside, d_in, m_in = slot_indices(p, D, M, BLOCK_D, BLOCK_M, PARTS)
+    EVEN_D: tl.constexpr = D == BLOCK_D and M % BLOCK_M == 0
+    PART_D: tl.constexpr = BLOCK_D // PARTS
+    own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + d[None, :]
+    dS = load_parts(own_slots, own, PART_D, inside, PARTS, True)
+    dS = backward_from_checkpoint(
+        dS, n * CHECKPOINT_INTERVAL, checkpoint, own_slots + BLOCK_M * BLOCK_D, q + m, k + m, v, gamma, mu, pos, dy, S0_head, dS0,
+        dq, dk, dv, dgamma, dmu, m[:, None] * D + d[None, :], inside, m, d, m_in, d_in, of_token, of_part, T,
+        (q_row, k_row, v_row, gamma_row, mu_row), v_row, dy_row, D, M, H, VARIANT, FORGET, True, HAS_POS, EVEN_T, BLOCK_T,
+        CHECKPOINT_INTERVAL, BLOCK_D, BLOCK_M, PARTS, WARPS, EVEN_D,
+    )  # fmt: skip
+    tl.debug_barrier()
+    store_parts(own_slots, own, PART_D, dS, inside, PARTS, True)
+
+
 @triton.jit
 def lattice_chunk_backward_kernel(
     q, k, v, gamma, mu, pos, gram, S0, checkpoints, S_final, unsafe, rows, scales, dy, dS_final, scratch, dlasts, dq, dk, dv,
@@ -139,15 +166,13 @@ def lattice_chunk_backward_kernel(
     p, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     batch = tl.num_programs(1) // H
-    m, part, inside, d_in, m_in = slot_indices(p, D, M, BLOCK_D, BLOCK_M, PARTS)
     EVEN_D: tl.constexpr = D == BLOCK_D and M % BLOCK_M == 0
     ALL: tl.constexpr = EVEN_D and EVEN_T
-    PART_D: tl.constexpr = BLOCK_D // PARTS
     d, c, lane = tl.arange(0, BLOCK_D), tl.arange(0, CHECKPOINT_INTERVAL), tl.arange(0, BLOCK_M)
-    d_there = d < D
+    m = p * BLOCK_M + lane
+    m_in, d_there = m < M, d < D
     slots_in = m_in[:, None] & d_there[None, :]
-    slot_offset, of_parts = m[:, None] * D + d[None, :], m[:, None] * D + part[None, :]
-    of_own, of_own_parts = lane[:, None] * BLOCK_D + d[None, :], lane[:, None] * BLOCK_D + part[None, :]
+    slot_offset, of_own = m[:, None] * D + d[None, :], lane[:, None] * BLOCK_D + d[None, :]
     q += b * q_batch + h * q_head
     k += b * k_batch + h * k_head
     v += b * v_batch + h * v_head
@@ -227,15 +252,11 @@ def lattice_chunk_backward_kernel(
         else:
             tl.store(own_slots + of_own, dS)
             tl.debug_barrier()
-            parts = load_parts(own_slots, of_own_parts, PART_D, inside, PARTS, True)
-            parts = backward_from_checkpoint(
-                parts, n * CHECKPOINT_INTERVAL, checkpoint, own_tokens, q + m, k + m, v, gamma, mu, pos, dy, S0_head, dS0, dq, dk,
-                dv, dgamma, dmu, of_parts, inside, m, part, m_in, d_in, of_token, of_part, T,
-                (q_row, k_row, v_row, gamma_row, mu_row), v_row, dy_row, D, M, H, VARIANT, FORGET, True, HAS_POS, EVEN_T, BLOCK_T,
-                CHECKPOINT_INTERVAL, BLOCK_D, BLOCK_M, PARTS, WARPS, EVEN_D,
+            unsafe_chunk_backward(
+                n, p, own_slots, checkpoint, q, k, v, gamma, mu, pos, dy, S0_head, dS0, dq, dk, dv, dgamma, dmu, of_token, of_part,
+                T, q_row, k_row, v_row, gamma_row, mu_row, dy_row, D, M, H, VARIANT, FORGET, HAS_POS, EVEN_T, BLOCK_T,
+                CHECKPOINT_INTERVAL, BLOCK_D, BLOCK_M, PARTS, WARPS,
             )  # fmt: skip
-            tl.debug_barrier()
-            store_parts(own_slots, of_own_parts, PART_D, parts, inside, PARTS, True)
             tl.debug_barrier()
             dS = tl.load(own_slots + of_own)
         behind = checkpoint

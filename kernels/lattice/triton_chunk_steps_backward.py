@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import prefetch
-from baton.kernels.lattice.chunk_kernel_utils import c_and_weight, load_scalars, load_sectors
+from baton.kernels.lattice.chunk_kernel_utils import add_multiples, c_and_weight, load_scalars, load_sectors, load_vectors
 from baton.kernels.lattice.triton_forward import ENC
 
 ROWS = tl.constexpr(7)
@@ -17,18 +17,16 @@ the slot before it divided by p, then the terms of dmu; wbar, then the terms of 
 
 @triton.jit
 def load_row_group(rows, first, C: tl.constexpr, BLOCK_M: tl.constexpr, N: tl.constexpr):
-    """Of N tokens from `first` on: what `chunk_steps_backward` reads of each in rows."""
-    found = ()
-    for t in tl.static_range(N):
-        at = rows + (first + t) * BLOCK_M
-        found += (tl.load(at), tl.load(at + 4 * C * BLOCK_M), tl.load(at + 3 * C * BLOCK_M))
-        # p before the token
-        if t > 0:
-            found += (tl.load(at + (2 * C - 1) * BLOCK_M),)
-        else:
-            found += (tl.where(first > 0, tl.load(at + (2 * C - tl.minimum(first, 1)) * BLOCK_M), 1.0),)
-        found += (tl.load(at + 6 * C * BLOCK_M),)
-    return found
+    """Of N tokens from `first` on what `chunk_steps_backward` reads of each in rows, in tuples: k, h's product, w, p before the
+    token, pbar.
+    """
+    at = rows + first * BLOCK_M
+    ks, ws = load_vectors(at, BLOCK_M, N), load_vectors(at + 3 * C * BLOCK_M, BLOCK_M, N)
+    products, pbars = load_vectors(at + 4 * C * BLOCK_M, BLOCK_M, N), load_vectors(at + 6 * C * BLOCK_M, BLOCK_M, N)
+    before = (tl.where(first > 0, tl.load(at + (2 * C - tl.minimum(first, 1)) * BLOCK_M), 1.0),)
+    if N > 1:
+        before += load_vectors(at + 2 * C * BLOCK_M, BLOCK_M, N - 1)
+    return ks, products, ws, before, pbars
 
 
 @triton.jit
@@ -49,7 +47,7 @@ def prefetch_rows(rows, next_rows, first, C: tl.constexpr, BLOCK_M: tl.constexpr
 
 @triton.jit
 def chunk_steps_backward(
-    gram, next_gram, rows, next_rows, own, dk, t0, T, m_in, dk_row, VARIANT: tl.constexpr, FORGET: tl.constexpr,
+    gram, next_gram, rows, next_rows, own, dk, t0, T, m_in, DK_ROW: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr,
     HAS_POS: tl.constexpr, C: tl.constexpr, BLOCK_M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Store dk and, for each token, A in the row of k, and the terms whose sums over slots are dgamma, 2 d|h|^2 and dmu in the rows
@@ -68,22 +66,17 @@ def chunk_steps_backward(
         if first == 0:
             numbers_of_next, first_of_next = next_gram, C - N
         sectors = load_sectors(numbers_of_next, first_of_next, C, N)
-        wbars = ()
-        for s in tl.static_range(N):
-            wbars += (tl.load(rows + (5 * C + first + s) * BLOCK_M),)
+        wbars = load_vectors(rows + (5 * C + first) * BLOCK_M, BLOCK_M, N)
         for g in range(step):
+            later = C - N - g * N
+            cotangents, of_later = load_vectors(rows + later * BLOCK_M, BLOCK_M, N), gram + later * C + first
             for j in tl.static_range(N):
-                later = C - N - g * N + j
-                A, gram_row = tl.load(rows + later * BLOCK_M), load_scalars(gram + later * C + first, N)
-                sums = ()
-                for s in tl.static_range(N):
-                    sums += (wbars[s] + gram_row[s] * A,)
-                wbars = sums
-        found = load_row_group(rows, first, C, BLOCK_M, N)
+                wbars = add_multiples(wbars, of_later, cotangents[j], j * C, N)
+        ks, products, ws, befores, pbars = load_row_group(rows, first, C, BLOCK_M, N)
         gammas, mus = load_scalars(gram + C * C + first, N), load_scalars(gram + (C + 1) * C + first, N)
         dks, cotangents, dgamma_group, square_group, dmu_group = (), (), (), (), ()
         for s in tl.static_range(N - 1, -1, -1):
-            k_t, reached, w, before, pbar = found[5 * s : 5 * s + 5]
+            k_t, reached, w, before, pbar = ks[s], products[s], ws[s], befores[s], pbars[s]
             gamma_t, mu_t, gram_row = gammas[s], tl.abs(mus[s]), load_scalars(gram + (first + s) * C + first, N)
             square, wbar = gram_row[s], wbars[s]
             pbar += carry
@@ -110,21 +103,20 @@ def chunk_steps_backward(
                 carry = tl.where(mus[s] < 0.0, 0.0, carry)
             earlier = ()
             for e in tl.static_range(N):
-                earlier += (wbars[e] + gram_row[e] * A if e < s else wbars[e],)
+                earlier += (tl.fma(gram_row[e], A, wbars[e]) if e < s else wbars[e],)
             wbars = earlier
             # the last token's first
             dks, cotangents = (dk_t,) + dks, (A,) + cotangents
             dgamma_group, square_group = (dw * c,) + dgamma_group, (-weight * wX,) + square_group
             if FORGET:
                 dmu_group = (fbar - mu_t * X,) + dmu_group
+        to, to_dk, exist = rows + first * BLOCK_M, dk + tl.cast(t0 + first, tl.int64) * DK_ROW + lane, T - t0 - first
         for s in tl.static_range(N):
-            t = t0 + first + s
-            tl.store(dk + tl.cast(t, tl.int64) * dk_row + lane, dks[s].to(dk.dtype.element_ty), mask=m_in & (t < T))
-            at = rows + (first + s) * BLOCK_M
-            tl.store(at, cotangents[s])
-            tl.store(at + 5 * C * BLOCK_M, dgamma_group[s])
-            tl.store(at + 6 * C * BLOCK_M, square_group[s])
+            tl.store(to_dk + s * DK_ROW, dks[s].to(dk.dtype.element_ty), mask=m_in & (s < exist))
+            tl.store(to + s * BLOCK_M, cotangents[s])
+            tl.store(to + (5 * C + s) * BLOCK_M, dgamma_group[s])
+            tl.store(to + (6 * C + s) * BLOCK_M, square_group[s])
             if FORGET:
-                tl.store(at + 4 * C * BLOCK_M, dmu_group[s])
+                tl.store(to + (4 * C + s) * BLOCK_M, dmu_group[s])
         tl.debug_barrier()
         tl.store(own + tl.arange(0, sectors.shape[0]), sectors)
