@@ -334,9 +334,9 @@ def test_what_does_not_fit_the_gate_is_refused():
     ):
         with pytest.raises(KernelError, match=message):
             gated_linear_attention(q, k, v, given_g, gate=gate)
-    with pytest.raises(KernelError, match="q has 4 heads, expected a multiple of the 3 of v, or 1"):
+    with pytest.raises(KernelError, match="q has 4 heads, expected a multiple of the 3 of v, 1 or the 3 of k"):
         gated_linear_attention(torch.cat((q, q[:, :, :1]), dim=2), k, v, g, gate="key")
-    with pytest.raises(KernelError, match="k has 2 heads, expected the 3 of v, or 1"):
+    with pytest.raises(KernelError, match="k has 2 heads, expected the 3 of v, or a divisor"):
         gated_linear_attention(q, k[:, :, :2], v, g, gate="key")
     with pytest.raises(KernelError, match=r"initial_state has shape \(2, 3, 7, 5\)"):
         gated_linear_attention(q, k, v, g, gate="key", initial_state=state.transpose(2, 3))
