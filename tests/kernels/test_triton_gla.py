@@ -115,12 +115,11 @@ def test_few_scores_are_kept_and_many_are_made_again(gate, monkeypatch):
         made.clear()
 
 
-@pytest.mark.parametrize(("gate", "batch", "queries"), [("scalar", 2, 2), ("key", 1, 8)])
-def test_groups_of_heads_are_sequences(gate, batch, queries, monkeypatch):
-    """Two groups of two heads that share a key, and a query or none, as the public function launches them."""
+def test_groups_of_heads_are_sequences(monkeypatch):
+    """Two groups of two heads that share a key and a query, as the public function launches them."""
     monkeypatch.setattr(op, "use_triton", lambda *_: True)
     monkeypatch.setattr(triton_launch, "_DEFAULT", SMALL)
-    compare(gate, (batch, 21, queries, 2, 4, 9, 8), None, starts=True, op=op.gated_linear_attention)
+    compare("scalar", (2, 21, 2, 2, 4, 9, 8), None, starts=True, op=op.gated_linear_attention)
 
 
 @pytest.mark.parametrize("gate", ["none", "scalar", "key"])
