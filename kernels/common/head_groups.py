@@ -2,8 +2,9 @@
 
 An operator that computes sequences whose heads all have the same key and query computes groups of heads as well: a group is a
 sequence of the batch. So kernels know nothing of groups, what a group shares is read once, and its gradient is a sum over the
-group's heads in a fixed order. States are views. Tensors of tokens are views if there is one sequence, else copies: per token and
-pass those of q, k, v and y, which are few bytes beside the products.
+group's heads in a fixed order. States are views. Outputs are copied into their order, and of several sequences q, k and v into
+theirs; backwards likewise. By an H200's bandwidth, not measured, that is a tenth of the kernels' time for Mamba-2 with 64 channels
+a head; a copy of the keys for each head would move three times as many bytes.
 
 Shapes: B batch, G groups, R heads of each, T time.
 """
