@@ -1,10 +1,10 @@
 """The block that DeltaNet and Gated DeltaNet share: projections, short convolutions, delta rule, norm per head, projection.
 
-Heads are split over the tensor group. All channels of a head, its convolutions and its state are on one rank, so nothing is
-communicated between the two projections. q, k and v have a convolution and a tail each, because one tail for all three would not
-split by heads.
+Heads are split over the tensor group; a head of queries and keys goes with the heads of values that it serves. All channels of a
+head, its convolutions and its state are on one rank, so nothing is communicated between the two projections. q, k and v have a
+convolution and a tail each, because one tail for all three would not split by heads.
 
-Shapes: B batch, T time, M d_model, H this rank's heads, K d_key, V d_value, W d_conv.
+Shapes: B batch, T time, M d_model, H this rank's heads of values, Q of queries and keys, K d_key, V d_value, W d_conv.
 """
 
 from abc import abstractmethod
@@ -27,7 +27,7 @@ _CONV = ShortConv("silu")
 
 
 class DeltaRuleMixer(Mixer):
-    """x [B, T, M], pos [B, T], State {conv_q, conv_k [B, W-1, H K], conv_v [B, W-1, H V], S [B, H, K, V]} -> y [B, T, M], State.
+    """x [B, T, M], pos [B, T], State {conv_q, conv_k [B, W-1, Q K], conv_v [B, W-1, H V], S [B, H, K, V]} -> y [B, T, M], State.
 
     A subclass's settings declare further fused projections (`gates`); `log_decay` and `gate` read them as `extra`.
     """

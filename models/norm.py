@@ -59,16 +59,22 @@ class HeadRMSNorm(nn.Module):
 
 
 class SplitRMSNorm(nn.Module):
-    """RMSNorm over a width that is split over the tensor group: x [.., width / tensor ranks], in fp32, a weight per feature."""
+    """RMSNorm over a width that is split over the tensor group: x [.., width / tensor ranks], in fp32, a weight per feature. Of
+    several groups: over each of them, and a rank has whole ones."""
 
     def __init__(self, declaration: ParameterDeclaration, context: MixerContext) -> None:
         super().__init__()
-        (self.width,) = declaration.shape
+        (self.width,), self._groups = declaration.shape, declaration.groups
         self.eps, self._split = context.norm_eps, context.tensor_size > 1
         self.weight = context.parameter(declaration)
 
     def forward(self, x: Tensor, dtype: torch.dtype, *, silu: bool = False) -> Tensor:
         """y in dtype. silu: normalise silu(x)."""
+        if self._groups > 1:
+            size = self.width // self._groups
+            unit_weight = cached_constants.full(size, 1.0, self.weight.dtype, x.device)
+            normed = rms_norm(x.unflatten(-1, (-1, size)), unit_weight, self.eps, silu=silu)
+            return (normed.flatten(-2) * self.weight).to(dtype)
         if not self._split:
             return rms_norm(x, self.weight, self.eps, silu=silu, dtype=dtype)
         x = (F.silu(x) if silu else x).to(self.weight.dtype)

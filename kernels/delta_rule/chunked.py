@@ -1,6 +1,7 @@
 """The delta rule in chunks of tokens in batched PyTorch, on any device: the CPU implementation.
 
-Shape suffixes: B batch, H heads, L tokens of a chunk, K d_key, V d_value. Within a chunk heads come before time.
+Shape suffixes: B batch, H heads, L tokens of a chunk, K d_key, V d_value. Within a chunk heads come before time. Queries
+and keys may have one head for all, which broadcasts: what is computed of keys alone is then computed once.
 
 Within a chunk the state after token i is decay_i S + sum_j decay_ij k_j u_j^T, where u_j is what token j writes: beta_j times the
 difference between v_j and what the state before it recalls. Each u depends linearly on the earlier ones, so together they solve one
@@ -40,7 +41,7 @@ def delta_rule_chunked(
     inputs = (q, k, v, beta) if g is None else (q, k, v, beta, g)
     dtype = state_dtype(*inputs)
     if initial_state is None:
-        initial_state = k.new_zeros(k.shape[0], *k.shape[2:], v.shape[3], dtype=dtype)
+        initial_state = k.new_zeros(*v.shape[::2], k.shape[3], v.shape[3], dtype=dtype)
     step = partial(_step, scale=scale, dtype=dtype)
     y, state = run_chunked(step, inputs, len(inputs), pos=pos, state={"S": initial_state}, chunk=chunk)
     return y, state["S"]
@@ -55,8 +56,8 @@ def delta_rule_transition(
     column of M the result for a unit state without values, so the values are padded with zeros and the state with I.
     """
     dtype = state_dtype(k, v, beta) if g is None else state_dtype(k, v, beta, g)
-    batch, length, heads, d_key = k.shape
-    d_value = v.shape[3]
+    batch, length, heads, d_value = v.shape
+    d_key = k.shape[3]
     identity_KK = torch.eye(d_key, dtype=dtype, device=k.device)
     S_BHKX = torch.cat((identity_KK.new_zeros(d_key, d_value), identity_KK), dim=1).expand(batch, heads, -1, -1)
     with torch.no_grad(), without_autocast(k):

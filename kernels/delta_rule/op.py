@@ -7,6 +7,7 @@ normalise keys.
 
 from torch import Tensor
 
+from baton.kernels.common.head_groups import HeadGroups
 from baton.kernels.delta_rule.chunked import delta_rule_chunked
 from baton.kernels.delta_rule.triton_launch import delta_rule_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
@@ -39,8 +40,9 @@ def delta_rule(
     g = 0 keep every bit of the state.
 
     Args:
-        q: queries, [batch, T, heads, d_key].
-        k: keys, [batch, T, heads, d_key], normalised by the caller.
+        q: queries, [batch, T, key_heads, d_key].
+        k: keys, [batch, T, key_heads, d_key], normalised by the caller. heads is a multiple of key_heads: head h has the query and
+            the key h // (heads / key_heads), as in Qwen3-Next.
         v: values, [batch, T, heads, d_value].
         beta: writing strength, no unit, 0 to 1 (up to 2 where negative eigenvalues are wanted), [batch, T, heads]; not checked.
         g: logarithm of the decay, finite and at most 0, [batch, T, heads]; not checked. None: no decay.
@@ -58,15 +60,17 @@ def delta_rule(
     Raises:
         KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
     """
-    axes = ("batch", "T", "heads", "d_key")
+    axes = ("batch", "T", "key_heads", "d_key")
     if not isinstance(q, Tensor):
         raise KernelError(f"{_KERNEL}: q is a {type(q).__name__}, expected a tensor of shape ({', '.join(axes)})")
     device = q.device
     expect_tensor(_KERNEL, "q", q, axes, (-1, -1, -1, -1), device)
-    batch, length, heads, d_key = q.shape
-    expect_tensor(_KERNEL, "k", k, axes, (batch, length, heads, d_key), device)
-    expect_tensor(_KERNEL, "v", v, ("batch", "T", "heads", "d_value"), (batch, length, heads, -1), device)
-    d_value = v.shape[3]
+    batch, length, key_heads, d_key = q.shape
+    expect_tensor(_KERNEL, "k", k, axes, (batch, length, key_heads, d_key), device)
+    expect_tensor(_KERNEL, "v", v, ("batch", "T", "heads", "d_value"), (batch, length, -1, -1), device)
+    heads, d_value = v.shape[2:]
+    if heads % key_heads:
+        raise KernelError(f"{_KERNEL}: v has {heads} heads, expected the {key_heads} of q and k, or a multiple")
     expect_tensor(_KERNEL, "beta", beta, ("batch", "T", "heads"), (batch, length, heads), device)
     tensors = {"q": q, "k": k, "v": v, "beta": beta}
     if g is not None:
@@ -82,4 +86,10 @@ def delta_rule(
     if scale is None:
         scale = d_key**-0.5
     implementation = delta_rule_triton if use_triton(q, dtype) else delta_rule_chunked
-    return implementation(q, k, v, beta, g, scale=scale, pos=pos, initial_state=initial_state)
+    groups = HeadGroups.of(k, v)
+    if groups is None:
+        return implementation(q, k, v, beta, g, scale=scale, pos=pos, initial_state=initial_state)
+    q, k, v, beta = map(groups.split, (q, k, v, beta))
+    g, pos, initial_state = None if g is None else groups.split(g), groups.positions(pos), groups.split_state(initial_state)
+    y, S = implementation(q, k, v, beta, g, scale=scale, pos=pos, initial_state=initial_state)
+    return groups.joined(y), groups.joined_state(S)

@@ -10,6 +10,7 @@ from torch.nn.functional import normalize
 from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_log_gates, randn
+from baton.kernels.common.head_groups import HeadGroups
 from baton.kernels.delta_rule.chunked import delta_rule_transition
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
@@ -22,15 +23,17 @@ from baton.kernels.protocol import Inputs, LinearRecurrence, MatrixAffine, State
 class DeltaRule(LinearRecurrence):
     """Inputs q, k, v, beta and, if gated, g along time; State {S [batch, heads, d_key, d_value]}. See `op.delta_rule`.
 
-    scale: of the output; None: d_key ** -0.5.
+    scale: of the output; None: d_key ** -0.5. key_heads: number of heads of keys and queries, each for a group of heads, in
+    examples (0: every head has its own); everything else reads it off the inputs.
     """
 
     gated: bool
     scale: float | None = None
+    key_heads: int = 0
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return "gated_delta_rule" if self.gated else "delta_rule"
+        return ("gated_delta_rule" if self.gated else "delta_rule") + (f"-key-heads-{self.key_heads}" if self.key_heads else "")
 
     @property
     def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -41,7 +44,8 @@ class DeltaRule(LinearRecurrence):
         return len(self.input_names)
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
-        shape = (*inputs[1].shape[2:], inputs[2].shape[3])
+        k, v = inputs[1], inputs[2]
+        shape = (v.shape[2], k.shape[3], v.shape[3])
         return (StateSpec("S", shape, state_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
@@ -70,20 +74,26 @@ class DeltaRule(LinearRecurrence):
     def _transition(self, inputs: Inputs, pos: Tensor | None) -> tuple[Tensor, Tensor]:
         _, k, v, beta, *gate = inputs
         implementation = delta_rule_transition_triton if use_triton(k, state_dtype(*inputs)) else delta_rule_transition
+        groups = HeadGroups.of(k, v)
         with torch.no_grad(), without_autocast(k):
-            return implementation(k, v, beta, gate[0] if gate else None, pos=pos)
+            if groups is None:
+                return implementation(k, v, beta, gate[0] if gate else None, pos=pos)
+            k, v, beta, *gate = map(groups.split, (k, v, beta, *gate))
+            M, add = implementation(k, v, beta, gate[0] if gate else None, pos=groups.positions(pos))
+            return groups.joined_state(M), groups.joined_state(add)
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         """Keys of length 1, as the mixers make them, some equal to the one before and some 0; beta from 0 to 2."""
         heads, d_key, d_value = (3, 17, 19) if wide else (2, 3, 4)
+        key_heads, heads = self.key_heads or heads, heads * max(1, self.key_heads)
         normal = partial(randn, generator, dtype=dtype)
-        k = normalize(normal(batch, length, heads, d_key), dim=-1)
-        again, nothing = torch.rand(2, batch, length, heads, 1, generator=generator)
+        k = normalize(normal(batch, length, key_heads, d_key), dim=-1)
+        again, nothing = torch.rand(2, batch, length, key_heads, 1, generator=generator)
         k = torch.where(again < 0.2, k.roll(1, dims=1), k).masked_fill(nothing < 0.1, 0.0)
         beta = 2 * extreme_gates(generator, batch, length, heads, dtype=dtype)
-        rule = (normal(batch, length, heads, d_key), k, normal(batch, length, heads, d_value), beta)
+        rule = (normal(batch, length, key_heads, d_key), k, normal(batch, length, heads, d_value), beta)
         gate = (extreme_log_gates(generator, batch, length, heads, dtype=dtype),) if self.gated else ()
         return (*rule, *gate), {"S": normal(batch, heads, d_key, d_value)}
 
 
-RECURRENCES = (DeltaRule(gated=False), DeltaRule(gated=True))
+RECURRENCES = (DeltaRule(gated=False), DeltaRule(gated=True), DeltaRule(gated=True, key_heads=2))

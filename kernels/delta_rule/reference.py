@@ -28,9 +28,11 @@ def delta_rule_reference(
         o_t = scale S_t^T q_t
 
     Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule", section 2.2; with g: Yang, Kautz & Hatamizadeh
-    2025, "Gated Delta Networks", equation 10, whose state is the transpose of this one.
+    2025, "Gated Delta Networks", equation 10, whose state is the transpose of this one. A head of keys and queries is that of v's
+    heads / key heads consecutive ones.
     """
     scale = k.shape[3] ** -0.5 if scale is None else scale
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     S_BHKV = k.new_zeros(k.shape[0], *k.shape[2:], v.shape[3]) if initial_state is None else initial_state
     o_BTHV = []
     for t in range(k.shape[1]):

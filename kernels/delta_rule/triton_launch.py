@@ -288,6 +288,8 @@ class _DeltaRule(torch.autograd.Function):
         dq, dk, dv, dbeta, dg, dfirst = launch.backward(
             _contiguous(initial_state), inverse, launch_utils.contiguous_last_dim(dy), dlast.contiguous()
         )
+        # a head that all share has a gradient of each
+        dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))
         grads = (dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dfirst)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 3)
 

@@ -8,6 +8,7 @@ from typing import get_args
 
 from torch import Tensor
 
+from baton.kernels.common.head_groups import HeadGroups
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.gated_linear_attention.chunked import gla_chunked
 from baton.kernels.gated_linear_attention.reference import Gate
@@ -38,8 +39,9 @@ def gated_linear_attention(
 
     Args:
         q: queries, [batch, T, query_heads, d_key]. query_heads is a multiple of heads, the group: query head h reads the state of
-            head h // group, which is kept and computed once. Or it is 1: every head's query, as in Mamba-2.
-        k: keys, [batch, T, heads, d_key], or [batch, T, 1, d_key]: every head's key.
+            head h // group, which is kept and computed once. Or it is key_heads, or 1: queries are shared as keys are.
+        k: keys, [batch, T, key_heads, d_key]. heads is a multiple of key_heads: head h has the key h // (heads / key_heads). 1 key
+            head: every head's key, as in Mamba-2; more: those of its groups.
         v: values, [batch, T, heads, d_value].
         g: log-decays, finite and at most 0, no unit; not checked. [batch, T, heads, d_key] for gate "key", [batch, T, heads,
             d_value] for "value", [batch, T, heads] for "scalar", None for "none".
@@ -82,13 +84,19 @@ def gated_linear_attention(
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
     implementation = gla_triton if use_triton(q, dtype) else gla_chunked
-    return implementation(q, k, v, g, gate=gate, scale=scale, pos=pos, initial_state=initial_state)
+    groups = HeadGroups.of(k, v)
+    if groups is None:
+        return implementation(q, k, v, g, gate=gate, scale=scale, pos=pos, initial_state=initial_state)
+    q, k, v = map(groups.split, (q, k, v))
+    g, pos, initial_state = None if g is None else groups.split(g), groups.positions(pos), groups.split_state(initial_state)
+    y, S = implementation(q, k, v, g, gate=gate, scale=scale, pos=pos, initial_state=initial_state)
+    return groups.joined(y), groups.joined_state(S)
 
 
 def expect_attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, *, shared: bool) -> None:
     """Refuse q, k, v unless they are [batch, T, heads, d_key], twice, and [batch, T, heads, d_value], q's heads a multiple of v's.
 
-    shared: q and k may have a single head for all of v's.
+    shared: q and k may have fewer heads, each for consecutive ones of v's.
 
     Raises:
         KernelError: naming the argument, its shape and the expected one.
@@ -99,8 +107,9 @@ def expect_attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, *, shared: bo
     batch, length, query_heads, d_key = q.shape
     expect_tensor(kernel, "k", k, ("batch", "T", "heads", "d_key"), (batch, length, -1, d_key), q.device)
     expect_tensor(kernel, "v", v, ("batch", "T", "heads", "d_value"), (batch, length, -1, -1), q.device)
-    heads, or_one = v.shape[2], ", or 1" if shared else ""
-    if k.shape[2] != heads and not (shared and k.shape[2] == 1):
-        raise KernelError(f"{kernel}: k has {k.shape[2]} heads, expected the {heads} of v{or_one}")
-    if query_heads % heads and not (shared and query_heads == 1):
-        raise KernelError(f"{kernel}: q has {query_heads} heads, expected a multiple of the {heads} of v{or_one}")
+    heads, key_heads = v.shape[2], k.shape[2]
+    or_fewer, or_those = (", or a divisor", f", 1 or the {key_heads} of k") if shared else ("", "")
+    if key_heads != heads and not (shared and heads % key_heads == 0):
+        raise KernelError(f"{kernel}: k has {key_heads} heads, expected the {heads} of v{or_fewer}")
+    if query_heads % heads and not (shared and query_heads in (1, key_heads)):
+        raise KernelError(f"{kernel}: q has {query_heads} heads, expected a multiple of the {heads} of v{or_those}")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_log_gates, randn
+from baton.kernels.common.head_groups import HeadGroups
 from baton.kernels.gated_linear_attention.chunked import gla_final_state
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate, along_state, gla_reference
@@ -19,18 +20,20 @@ from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, S
 class GatedLinearAttention(LinearRecurrence):
     """Inputs q, k, v and, unless gate is "none", g along time; State {S [batch, heads, d_key, d_value]}.
 
-    See `op.gated_linear_attention`. group: query heads per head, shared: one key and one query for all heads, both in examples;
-    everything else reads them off the inputs.
+    See `op.gated_linear_attention`. group: query heads per head; shared: one key and one query for all heads; key_heads: so many
+    keys and queries, for the heads of a group each (0: neither). All in examples; everything else reads them off the inputs.
     """
 
     gate: Gate
     scale: float = 1.0
     group: int = 1
     shared: bool = False
+    key_heads: int = 0
 
     @property
     def name(self) -> str:  # type: ignore[override]
         heads = "-shared" if self.shared else f"-grouped-{self.group}" if self.group > 1 else ""
+        heads += f"-key-heads-{self.key_heads}" if self.key_heads else ""
         return f"gated_linear_attention-{self.gate}{heads}"
 
     @property
@@ -68,13 +71,21 @@ class GatedLinearAttention(LinearRecurrence):
         transition = self.transition_matrix(inputs, pos)
         _, k, v, *gates = inputs
         implementation = gla_final_state_triton if use_triton(k, state_dtype(*inputs)) else gla_final_state
-        S = implementation(k, v, gates[0] if gates else None, gate=self.gate, pos=pos)
+        groups = HeadGroups.of(k, v)
+        if groups is None:
+            S = implementation(k, v, gates[0] if gates else None, gate=self.gate, pos=pos)
+        else:
+            k, v, *gates = map(groups.split, (k, v, *gates))
+            S = implementation(k, v, gates[0] if gates else None, gate=self.gate, pos=groups.positions(pos))
+            S = groups.joined_state(S)
         return transition, self.state_transition(transition, {"S": S})
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         heads, d_key, d_value = (3, 17, 35) if wide else (2, 5, 3)
         normal = partial(randn, generator, dtype=dtype)
         q_heads, k_heads = (1, 1) if self.shared else (heads * self.group, heads)
+        if self.key_heads:
+            q_heads, k_heads, heads = self.key_heads, self.key_heads, heads * self.key_heads
         q, k = normal(batch, length, q_heads, d_key), normal(batch, length, k_heads, d_key)
         v, S = normal(batch, length, heads, d_value), normal(batch, heads, d_key, d_value)
         if self.gate == "none":
@@ -93,4 +104,5 @@ RECURRENCES = (
     GatedLinearAttention("scalar", group=2),
     GatedLinearAttention("key", shared=True),
     GatedLinearAttention("scalar", shared=True),
+    GatedLinearAttention("scalar", key_heads=2),
 )

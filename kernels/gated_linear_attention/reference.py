@@ -29,11 +29,13 @@ def gla_reference(
     """S_t = a_t S_{t-1} + k_t v_t^T, y_t = scale S_t^T q_t (Yang et al. 2023, section 4.1), in the promoted dtype.
 
     a_t = exp(g_t) multiplies the rows of S (gate "key"), its columns ("value"), all of it ("scalar"), or is 1 ("none"); S_{t-1} is
-    replaced by 0 where pos == 0. Query head h reads the state of head h // (query heads / heads); a single head of keys or queries
-    is every head's. Shapes as in `op.gated_linear_attention`; nothing is checked.
+    replaced by 0 where pos == 0. Query head h reads the state of head h // (query heads / heads); a head of keys, and of queries if
+    there are fewer than v's, is that of heads / key heads consecutive ones. Shapes as in `op.gated_linear_attention`; nothing is
+    checked.
     """
     batch, length, heads, d_value = v.shape
-    q_BTHGK = (q.expand(-1, -1, heads, -1) if q.shape[2] == 1 else q).unflatten(2, (heads, -1))
+    q, k = (x.repeat_interleave(max(1, heads // x.shape[2]), dim=2) for x in (q, k))
+    q_BTHGK = q.unflatten(2, (heads, -1))
     S_BHKV = v.new_zeros(batch, heads, k.shape[3], d_value) if initial_state is None else initial_state
     y_BTHV = []
     for t in range(length):

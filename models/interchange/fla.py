@@ -267,7 +267,8 @@ class FlaDeltaNet(_FlaDeltaRule):
 
     def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
         assert isinstance(mixer, DeltaNetConfig)
-        return mixer.beta_max in (1, 2) and model.norm_eps == 1e-6
+        grouped = mixer.value_head_count(model.d_model) != mixer.head_count(model.d_model)
+        return mixer.beta_max in (1, 2) and model.norm_eps == 1e-6 and not grouped
 
 
 class FlaGatedDeltaNet(_FlaDeltaRule):
@@ -287,12 +288,11 @@ class FlaGatedDeltaNet(_FlaDeltaRule):
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
         heads, d_key = config.get("num_heads", 6), config.get("head_dim", 256)
-        if config.get("num_v_heads") is not None:
-            only(config, "num_v_heads", heads, heads)
         if config.get("output_gate_activation", "swish") != "silu":
             only(config, "output_gate_activation", "swish", "swish")
         return {
             "heads": heads,
+            "v_heads": config.get("num_v_heads"),
             "d_key": d_key,
             "d_value": _per_head(config, "expand_v", 2.0, d_key, 1),
             **self._strength(config),
@@ -302,6 +302,7 @@ class FlaGatedDeltaNet(_FlaDeltaRule):
         assert isinstance(mixer, GatedDeltaNetConfig)
         return {
             "num_heads": mixer.head_count(width),
+            "num_v_heads": mixer.v_heads,
             "head_dim": mixer.d_key,
             "expand_v": mixer.d_value / mixer.d_key,
             "conv_size": mixer.d_conv,

@@ -127,7 +127,6 @@ class Mamba2(_StateSpace):
     kinds = ("mamba2",)
 
     def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        only(config, "n_groups", 1, 8)
         only(config, "rms_norm", True, True)
         low, high = map(_number, config.get("time_step_limit", (0.0, float("inf"))))
         if (low, high) != (0.0, float("inf")):
@@ -139,6 +138,7 @@ class Mamba2(_StateSpace):
             "d_conv": config.get("conv_kernel", 4),
             "expand": config.get("expand", 2),
             "head_dim": head_dim,
+            "n_groups": config.get("n_groups", 8),
         }
         if heads * head_dim != mamba["expand"] * width:
             raise InterchangeError(f"config.json: num_heads x head_dim = {heads * head_dim} is not expand x hidden_size")
@@ -150,10 +150,16 @@ class Mamba2(_StateSpace):
         return self._config(model, mamba) | {
             "num_heads": mamba.head_count(model.d_model),
             "head_dim": mamba.head_dim,
-            "n_groups": 1,
+            "n_groups": mamba.n_groups,
             "rms_norm": True,
             "chunk_size": 256,
         }
+
+    def fits(self, model: ModelConfig) -> bool:
+        return super().fits(model) and all(
+            isinstance(mamba, Mamba2Config) and mamba.norm_group_count(model.d_model) == mamba.n_groups
+            for mamba in model.mixers.values()
+        )
 
     def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
         (name,) = model.layers[number]
@@ -163,16 +169,19 @@ class Mamba2(_StateSpace):
             model.d_model,
             mamba.expand * model.d_model,
             mamba.head_count(model.d_model),
-            2 * mamba.d_state,
+            2 * mamba.n_groups * mamba.d_state,
         )
         theirs, ours = f"backbone.layers.{number}", f"layers.{number}.{name}"
         yield one(f"{theirs}.norm.weight", f"{ours}.norm.weight", width)
         theirs, ours = f"{theirs}.mixer", f"{ours}.mixer"
-        parts = (("in_proj.z", inner), ("in_proj.x", inner), ("bc_proj", shared), ("in_proj.dt", heads))
-        yield TensorMap(f"{theirs}.in_proj.weight", tuple((f"{ours}.{part}.weight", (rows, width)) for part, rows in parts))
+        bc = "bc_proj" if mamba.n_groups == 1 else "in_proj.bc"
+        parts = (("in_proj.z", inner), ("in_proj.x", inner), (bc, shared), ("in_proj.dt", heads))
+        projections = tuple((f"{ours}.{part}.weight", (rows, width)) for part, rows in parts)
         conv = ((f"{ours}.conv_weight", (inner, mamba.d_conv)), (f"{ours}.bc_conv_weight", (shared, mamba.d_conv)))
-        yield TensorMap(f"{theirs}.conv1d.weight", conv, axis=1)
-        yield TensorMap(f"{theirs}.conv1d.bias", ((f"{ours}.conv_bias", (inner,)), (f"{ours}.bc_conv_bias", (shared,))))
+        biases = ((f"{ours}.conv_bias", (inner,)), (f"{ours}.bc_conv_bias", (shared,)))
+        fused = (("in_proj.weight", projections, 2, None), ("conv1d.weight", conv, 1, 1), ("conv1d.bias", biases, 1, None))
+        for name, pieces, place, axis in fused:
+            yield TensorMap(f"{theirs}.{name}", pieces, axis, by_group=(pieces[place][0], mamba.n_groups))
         for parameter in ("A_log", "D", "dt_bias"):
             yield one(f"{theirs}.{parameter}", f"{ours}.{parameter}", heads)
         yield one(f"{theirs}.norm.weight", f"{ours}.norm.weight", inner)

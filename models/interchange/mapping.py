@@ -22,13 +22,15 @@ class TensorMap:
 
     theirs: its name. parts: names and shapes of Baton's, concatenated along dimension 0. axis: where the other format has a
     dimension of size 1 that Baton's does not, as a convolution's weight; None: nowhere. rows: of a vocabulary, how many of Baton's
-    first rows the other format has; the others are padding, which is 0. None: all.
+    first rows the other format has; the others are padding, which is 0. None: all. by_group: name of a part whose rows are of two
+    kinds and so many groups, by group in Baton's tensor and by kind in the other format's (B and C of Mamba-2); None: of none.
     """
 
     theirs: str
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     axis: int | None = None
     rows: int | None = None
+    by_group: tuple[str, int] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,7 +45,8 @@ class TensorMap:
         """The other format's tensor. Raises InterchangeError for a tensor of another shape."""
         for name, shape in self.parts:
             _check(name, ours, shape)
-        found = torch.cat([ours[name] for name, _ in self.parts]) if len(self.parts) > 1 else ours[self.parts[0][0]]
+        pieces = [self._reordered(name, ours[name], ours=False) for name, _ in self.parts]
+        found = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         if self.rows is not None:
             found = found[: self.rows]
         return (found if self.axis is None else found.unsqueeze(self.axis)).contiguous()
@@ -60,7 +63,14 @@ class TensorMap:
             padded[: self.rows] = whole
             return {name: padded}
         pieces = whole.split([shape[0] for _, shape in self.parts])
-        return {name: piece.contiguous() for (name, _), piece in zip(self.parts, pieces, strict=True)}
+        return {name: self._reordered(name, x, ours=True).contiguous() for (name, _), x in zip(self.parts, pieces, strict=True)}
+
+    def _reordered(self, name: str, x: Tensor, *, ours: bool) -> Tensor:
+        """A part with its rows in the other order. ours: from theirs to ours."""
+        if self.by_group is None or name != self.by_group[0]:
+            return x
+        first = 2 if ours else self.by_group[1]
+        return x.unflatten(0, (first, 2 * self.by_group[1] // first, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def one(theirs: str, ours: str, *shape: int, axis: int | None = None) -> TensorMap:

@@ -31,6 +31,6 @@ def all_reduces_of(parameter: ParameterDeclaration) -> tuple[AllReduce, ...]:
             return (AllReduce(name, parameter.shape[0], "compute", "forward", residual=parameter.layer == "output"),)
         case "replicated":
             return (AllReduce(name, parameter.shape[0], "compute", "backward", residual=True),)
-        case "split_norm":
+        case "split_norm" if parameter.groups == 1:
             return (AllReduce(name, 1, "float32", "forward"), AllReduce(name, 1, "float32", "backward"))
     return ()

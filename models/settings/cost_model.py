@@ -344,9 +344,11 @@ def saved_by_unit(name: str, width: int, *, rows: int) -> tuple[SavedTensor, ...
     )
 
 
-def saved_by_split_norm(name: str, width: int) -> tuple[SavedTensor, ...]:
+def saved_by_split_norm(name: str, width: int, *, groups: int = 1) -> tuple[SavedTensor, ...]:
     """Saved tensors of models.norm.SplitRMSNorm. Over several ranks it consists of PyTorch operators on every device, so that the
-    normalized input is saved on a GPU too."""
+    normalized input is saved on a GPU too; so is that of several groups, whose weight is multiplied afterwards."""
+    if groups > 1:
+        return (*saved_by_unit(name, width, rows=groups), SavedTensor(f"{name} normalised", width, "float32"))
     return (
         *(replace(saved, ranks="one") for saved in saved_by_norm(name, width, rows=1)),
         SavedTensor(f"{name} input", width, "float32", ranks="several"),

@@ -29,7 +29,7 @@ Layer = Literal[
 - replicated: a projection of the mixer's input that every rank computes completely.
 - rms_norm: RMSNorm over d_model.
 - head_norm: RMSNorm over each head, with one weight for all heads.
-- split_norm: RMSNorm over features that are split over the tensor group.
+- split_norm: RMSNorm over features that are split over the tensor group, or over each of several groups of them.
 - embedding, head: the model's, with rows split over the tensor group.
 """
 
@@ -47,6 +47,7 @@ class ParameterDeclaration:
     uses: matmuls with it per token; 0: none, so it has no copy in the compute dtype.
     partial: each tensor rank computes a part of the gradient, and the parts are summed once per step. With sequence parallelism
         this holds for every parameter that is not split.
+    groups: of a split_norm, the groups of features that are each normalised alone.
     layer: the module whose weight it is; None: a parameter of the mixer itself, which is used in float32.
     """
 
@@ -58,6 +59,7 @@ class ParameterDeclaration:
     decay: bool = True
     uses: int = 0
     partial: bool = False
+    groups: int = 1
     layer: Layer | None = None
 
     @property
@@ -155,9 +157,9 @@ def head_norm(name: str, head_dim: int) -> ParameterDeclaration:
     return ParameterDeclaration(f"{name}.weight", (head_dim,), Constant(1.0), decay=False, partial=True, layer="head_norm")
 
 
-def split_norm(name: str, width: int) -> ParameterDeclaration:
-    """RMSNorm over features that are split over the tensor group."""
-    return ParameterDeclaration(f"{name}.weight", (width,), Constant(1.0), split=0, decay=False, layer="split_norm")
+def split_norm(name: str, width: int, *, groups: int = 1) -> ParameterDeclaration:
+    """RMSNorm over features that are split over the tensor group; of several groups, over each of them, which a rank has whole."""
+    return ParameterDeclaration(f"{name}.weight", (width,), Constant(1.0), split=0, decay=False, groups=groups, layer="split_norm")
 
 
 def prefixed(prefix: str, declarations: Iterable[_Declaration]) -> tuple[_Declaration, ...]:

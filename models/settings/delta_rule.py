@@ -34,6 +34,12 @@ class DeltaRuleConfig(MixerConfig):
     """heads * d_key / d_model, which gives the number of heads where it is not set."""
 
     heads: int | None = Field(None, ge=1, description="number of heads")
+    v_heads: int | None = Field(
+        None,
+        ge=1,
+        description="number of heads of values, a multiple of heads: a head of queries and keys is that of v_heads / heads "
+        "consecutive ones, as in Qwen3-Next; null: heads",
+    )
     d_key: int = Field(ge=1, description="width of a head's queries and keys")
     d_value: int = Field(ge=1, description="width of a head's values")
     d_conv: int = Field(4, ge=2, description="width of the causal convolutions of q, k and v, in tokens; 4 in both papers")
@@ -46,11 +52,15 @@ class DeltaRuleConfig(MixerConfig):
     )
 
     def head_count(self, d_model: int) -> int:
-        """The number of heads. Raises ValueError if it is not set and does not follow from d_model."""
+        """The number of heads of queries and keys. Raises ValueError if it is not set and does not follow from d_model."""
         heads = self.default_keys * d_model / self.d_key
         if self.heads is None and heads.denominator != 1:
             raise ValueError(f"{self.default_keys} d_model / d_key is {heads}, not a number of heads; set heads or another d_key")
         return self.heads or int(heads)
+
+    def value_head_count(self, d_model: int) -> int:
+        """The number of heads of values, which is that of the states."""
+        return self.v_heads or self.head_count(d_model)
 
     @property
     def key_dtype(self) -> Dtype:
@@ -69,19 +79,21 @@ class DeltaRuleConfig(MixerConfig):
         return self.d_conv - 1
 
     def check(self, d_model: int) -> None:
-        self.head_count(d_model)
+        heads, v_heads = self.head_count(d_model), self.value_head_count(d_model)
+        if v_heads % heads:
+            raise ValueError(f"v_heads={v_heads} is not a multiple of heads={heads}; set v_heads")
 
     @property
     def gates(self) -> dict[str, int]:
-        """Rows per head of the additional projections that are fused with those of q, k, v and beta, by name."""
+        """Rows per head of values of the additional projections that are fused with those of q, k, v and beta, by name."""
         return {}
 
     def _widths(self, d_model: int) -> dict[str, int]:
-        heads = self.head_count(d_model)
-        return {"q": heads * self.d_key, "k": heads * self.d_key, "v": heads * self.d_value}
+        keys = self.head_count(d_model) * self.d_key
+        return {"q": keys, "k": keys, "v": self.value_head_count(d_model) * self.d_value}
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
-        heads, widths = self.head_count(d_model), self._widths(d_model)
+        heads, widths = self.value_head_count(d_model), self._widths(d_model)
         gates = {name: heads * rows for name, rows in self.gates.items()}
         convs = (
             split(f"conv_weights.{name}", width, self.d_conv, init=linear(self.d_conv), decay=True)
@@ -100,10 +112,10 @@ class DeltaRuleConfig(MixerConfig):
             StateDeclaration(f"conv_{name}", (self.d_conv - 1, width), "compute", tp=1)
             for name, width in self._widths(d_model).items()
         )
-        return (*convs, StateDeclaration("S", (self.head_count(d_model), self.d_key, self.d_value), "float32", tp=0))
+        return (*convs, StateDeclaration("S", (self.value_head_count(d_model), self.d_key, self.d_value), "float32", tp=0))
 
     def activation_costs(self, d_model: int) -> MixerCosts:
-        heads, widths = self.head_count(d_model), self._widths(d_model)
+        heads, widths = self.value_head_count(d_model), self._widths(d_model)
         keys, values, chunk = widths["k"], widths["v"], DELTA_RULE_CHUNK
         *convs, S = self.state(d_model)
         saved = [
@@ -118,7 +130,10 @@ class DeltaRuleConfig(MixerConfig):
             SavedTensor("out_proj input", values, "compute"),
         ]
         for name in "qk":
-            saved += [*saved_by_unit(f"length of {name}", keys, rows=heads), SavedTensor(f"unit {name}", keys, self.key_dtype)]
+            saved += [
+                *saved_by_unit(f"length of {name}", keys, rows=keys // self.d_key),
+                SavedTensor(f"unit {name}", keys, self.key_dtype),
+            ]
         return MixerCosts(
             saved=tuple(saved),
             recurrences=(

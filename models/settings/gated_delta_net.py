@@ -50,7 +50,7 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
         return {"dt": 1, "gate": self.d_value}
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
-        heads = self.head_count(d_model)
+        heads = self.value_head_count(d_model)
         return (
             *super().parameters(d_model),
             split("A_log", heads, init=LogUniform(self.A_init_min, self.A_init_max)),
@@ -58,7 +58,7 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
         )
 
     def activation_costs(self, d_model: int) -> MixerCosts:
-        heads, costs = self.head_count(d_model), super().activation_costs(d_model)
+        heads, costs = self.value_head_count(d_model), super().activation_costs(d_model)
         saved = (
             # softplus's input and output, and the decay
             SavedTensor("decays", 3 * heads, "float32"),

@@ -14,6 +14,7 @@ from baton.models.settings.cost_model import (
     linear_attention_flops,
     saved_by_gate,
     saved_by_split_norm,
+    saved_scores,
 )
 from baton.models.settings.declarations import (
     ParameterDeclaration,
@@ -34,6 +35,18 @@ class Mamba2Config(MixerConfig):
     expand: int = Field(2, ge=1, description="d_inner / d_model; 2 in every model of the paper")
     head_dim: int = Field(64, ge=1, description="channels of a head; 64 as released")
     d_state: int = Field(128, ge=1, description="state size per channel; 128 as released")
+    n_groups: int = Field(
+        1,
+        ge=1,
+        description="number of groups of consecutive heads, whose heads share B and C; 1 in the paper's models. Several are split "
+        "over the tensor group, as heads are",
+    )
+    norm_group_size: int | None = Field(
+        None,
+        ge=1,
+        description="number of channels over which the norm takes its mean (group_size in mamba_ssm); null: d_inner / n_groups, as "
+        "released. d_inner is one norm over all channels, which tensor ranks have to sum",
+    )
     d_conv: int = Field(4, ge=2, description="width of the causal convolution, in tokens; 4 as released")
     A_init_min: float = Field(
         1.0, gt=0, description="lower bound of the initial exp(A_log), which is uniform between A_init_min and A_init_max"
@@ -57,31 +70,52 @@ class Mamba2Config(MixerConfig):
         """The number of heads. Raises ValueError if head_dim does not divide d_inner."""
         return whole("head_dim", "expand * d_model / head_dim", self.expand * d_model, self.head_dim)
 
+    def norm_group_count(self, d_model: int) -> int:
+        """The number of groups of channels that are normalised. Raises ValueError if norm_group_size does not divide d_inner."""
+        if self.norm_group_size is None:
+            return self.n_groups
+        return whole("norm_group_size", "expand * d_model / norm_group_size", self.expand * d_model, self.norm_group_size)
+
     def sizes(self, d_model: int) -> dict[str, int]:
-        return {"expand * model.d_model / head_dim": self.head_count(d_model)}
+        found, norms = {"expand * model.d_model / head_dim": self.head_count(d_model)}, self.norm_group_count(d_model)
+        if self.n_groups > 1:
+            found["n_groups"] = self.n_groups
+        if self.norm_group_size is not None and norms > 1:
+            found["expand * model.d_model / norm_group_size"] = norms
+        return found
 
     @property
     def longest_tail(self) -> int:
         return self.d_conv - 1
 
     def check(self, d_model: int) -> None:
-        self.head_count(d_model)
+        heads = self.head_count(d_model)
+        if heads % self.n_groups:
+            raise ValueError(f"n_groups={self.n_groups} does not divide expand * d_model / head_dim = {heads}; set n_groups")
+        self.norm_group_count(d_model)
+
+    @property
+    def _shared_width(self) -> int:
+        """Channels of B and C."""
+        return 2 * self.n_groups * self.d_state
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
-        inner, heads, shared = self.expand * d_model, self.head_count(d_model), 2 * self.d_state
-        conv = linear(self.d_conv)
+        inner, heads, shared = self.expand * d_model, self.head_count(d_model), self._shared_width
+        conv, several = linear(self.d_conv), self.n_groups > 1
+        # B and C, one vector each per token and group: those of all heads are computed on every rank, those of groups where their
+        # heads are. They lie by group, so that groups can be split: B and C of the first, B and C of the second
+        place = 0 if several else None
         return (
-            column("in_proj", d_model, {"z": inner, "x": inner, "dt": heads}),
-            # B and C, one vector each per token for all heads, are computed on every rank
-            replicated("bc_proj", d_model, shared),
+            column("in_proj", d_model, {"z": inner, "x": inner, "dt": heads} | ({"bc": shared} if several else {})),
+            *(() if several else (replicated("bc_proj", d_model, shared),)),
             split("conv_weight", inner, self.d_conv, init=conv, decay=True),
             split("conv_bias", inner, init=conv),
-            ParameterDeclaration("bc_conv_weight", (shared, self.d_conv), conv),
-            ParameterDeclaration("bc_conv_bias", (shared,), conv, decay=False),
+            ParameterDeclaration("bc_conv_weight", (shared, self.d_conv), conv, split=place),
+            ParameterDeclaration("bc_conv_bias", (shared,), conv, split=place, decay=False),
             split("A_log", heads, init=LogUniform(self.A_init_min, self.A_init_max)),
             split("dt_bias", heads, init=InverseSoftplusLogUniform(self.dt_min, self.dt_max, self.dt_floor)),
             split("D", heads, init=Constant(1.0)),
-            split_norm("norm", inner),
+            split_norm("norm", inner, groups=self.norm_group_count(d_model)),
             output("out_proj", inner, d_model),
         )
 
@@ -89,26 +123,29 @@ class Mamba2Config(MixerConfig):
         tail = self.d_conv - 1
         return (
             StateDeclaration("conv_x", (tail, self.expand * d_model), "compute", tp=1),
-            StateDeclaration("conv_bc", (tail, 2 * self.d_state), "compute", tp=None),
+            StateDeclaration("conv_bc", (tail, self._shared_width), "compute", tp=1 if self.n_groups > 1 else None),
             StateDeclaration("S", (self.head_count(d_model), self.d_state, self.head_dim), "float32", tp=0),
         )
 
     def activation_costs(self, d_model: int) -> MixerCosts:
-        inner, heads, state = self.expand * d_model, self.head_count(d_model), self.d_state
+        inner, heads, shared = self.expand * d_model, self.head_count(d_model), self._shared_width
         conv_x, conv_bc, S = self.state(d_model)
+        # a rank has more of what heads share than its part of it, if all of them do
+        scores = saved_scores(heads, shared, inner) if self.n_groups > 1 else ()
         return MixerCosts(
             saved=(
                 SavedTensor("in_proj input", d_model, "compute", split=False),
                 SavedTensor("z, x and dt", 2 * inner + heads, "compute"),
                 # before and after the convolution
-                SavedTensor("B and C", 2 * 2 * state, "compute", split=False),
+                SavedTensor("B and C", 2 * shared, "compute", split=self.n_groups > 1),
                 SavedTensor("convolved x", inner, "compute"),
                 # softplus's input and output, and the decay
                 SavedTensor("step sizes", 3 * heads, "float32"),
                 SavedTensor("x times step size", inner, "compute"),
+                *scores,
                 SavedTensor("output with skip", inner, "float32"),
                 *saved_by_gate("z", inner),
-                *saved_by_split_norm("norm", inner),
+                *saved_by_split_norm("norm", inner, groups=self.norm_group_count(d_model)),
                 SavedTensor("out_proj input", inner, "compute"),
             ),
             recurrences=(

@@ -255,9 +255,11 @@ def test_one_token_at_a_time_is_decoding():
     assert relative_error(S, final) <= 1e-11
 
 
-def test_a_state_kept_in_low_precision_is_refused():
+def test_a_state_kept_in_low_precision_and_heads_that_are_no_groups_are_refused():
     q, k, v, beta, state = (x.bfloat16() for x in _example(21, 2, 5, torch.float32, gated=False))
     with pytest.raises(ValueError, match="initial_state has dtype bfloat16, expected float32"):
         delta_rule(q, k, v, beta, initial_state=state)
+    with pytest.raises(ValueError, match="v has 1 heads, expected the 2 of q and k, or a multiple"):
+        delta_rule(q, k, v[:, :, :1], beta[:, :, :1])
     o, final = delta_rule(q, k, v, beta, initial_state=state.float())
     assert (o.dtype, final.dtype) == (torch.bfloat16, torch.float32)

@@ -323,6 +323,28 @@ def test_equal_runs_give_equal_gradients(gate: str):
         assert torch.equal(first, second)
 
 
+@every_gate
+@pytest.mark.parametrize("query_heads", [12, 2, 1])
+def test_groups_of_heads_share_keys_whatever_the_queries(gate, query_heads):
+    """Two keys for six heads; two queries for each head, one of each key, or one of all."""
+    generator, length, heads = seeded(26), 9, 6
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    keys, queries = randn(BATCH, length, 2, D_KEY), randn(BATCH, length, query_heads, D_KEY)
+    inputs = [queries, keys, randn(BATCH, length, heads, D_VALUE)]
+    if gate != "none":
+        inputs.append(_mild_gates(generator, BATCH, length, *_gate_shape(gate, heads, D_KEY, D_VALUE), dtype=torch.float64))
+    pos, state = positions(seeded(27), BATCH, length, 0.2), randn(BATCH, heads, D_KEY, D_VALUE)
+    options = {"gate": gate, "scale": 0.3, "pos": pos}
+    found, expected = (
+        _with_gradients(lambda x, S, run=run: run(*x, initial_state=S, **options), inputs, state)
+        for run in (gated_linear_attention, gla_reference)
+    )
+    _assert_close(found, expected, 1e-12)
+
+
 def test_what_does_not_fit_the_gate_is_refused():
     (q, k, v, g), state = _arguments(25, "key", 5)
     for gate, given_g, message in (
@@ -334,9 +356,9 @@ def test_what_does_not_fit_the_gate_is_refused():
     ):
         with pytest.raises(KernelError, match=message):
             gated_linear_attention(q, k, v, given_g, gate=gate)
-    with pytest.raises(KernelError, match="q has 4 heads, expected a multiple of the 3 of v, or 1"):
+    with pytest.raises(KernelError, match="q has 4 heads, expected a multiple of the 3 of v, 1 or the 3 of k"):
         gated_linear_attention(torch.cat((q, q[:, :, :1]), dim=2), k, v, g, gate="key")
-    with pytest.raises(KernelError, match="k has 2 heads, expected the 3 of v, or 1"):
+    with pytest.raises(KernelError, match="k has 2 heads, expected the 3 of v, or a divisor"):
         gated_linear_attention(q, k[:, :, :2], v, g, gate="key")
     with pytest.raises(KernelError, match=r"initial_state has shape \(2, 3, 7, 5\)"):
         gated_linear_attention(q, k, v, g, gate="key", initial_state=state.transpose(2, 3))

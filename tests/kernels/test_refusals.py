@@ -192,7 +192,7 @@ def test_a_state_that_does_not_fit_is_refused(recurrence: Recurrence):
     """Each tensor of it, and where a State has several what holds them, by the name of the op, with what was expected."""
     inputs, state = recurrence.example(seeded(0), 2, 5, torch.float32, wide=False)
     pos = no_starts(recurrence, 2, 5)
-    op = "delta_rule" if recurrence.name == "gated_delta_rule" else recurrence.name
+    op = recurrence.name.removeprefix("gated_") if "delta_rule" in recurrence.name else recurrence.name
     for name, leaf in state.items():
         for kind, wrong in _wrong_leaves(leaf).items():
             text = _refused(lambda name=name, wrong=wrong: recurrence.run(inputs, pos, {**state, name: wrong}), op)

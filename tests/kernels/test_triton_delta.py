@@ -9,6 +9,7 @@ from support.bfloat16 import products_of_bfloat16
 from support.compare import relative_error
 from support.recurrences import positions, seeded
 
+from baton.kernels.delta_rule import op, triton_launch
 from baton.kernels.delta_rule.chunked import delta_rule_transition
 from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.delta_rule.triton_launch import LaunchConfig, _DeltaRuleLaunch, delta_rule_transition_triton, delta_rule_triton
@@ -18,17 +19,18 @@ SMALL = LaunchConfig(chunk=16, x=16, y=16, values=16, values_backward=16, x_chun
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
-def compare(sizes, config, *, gated, starts, dtype=torch.float32, limit=None):
-    """Keys that are much alike, strengths from 0 to 2, and gates some of which forget everything."""
+def compare(sizes, config, *, gated, starts, dtype=torch.float32, limit=None, key_heads=None, op=delta_rule_triton):
+    """Keys that are much alike, strengths from 0 to 2, and gates some of which forget everything. key_heads: of q and k; None: as
+    many as v's."""
     batch, tokens, heads, d_key, d_value = sizes
     g = seeded(0)
 
     def randn(*shape, dtype=dtype):
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).double()
 
-    along = (batch, tokens, heads)
-    q, v = randn(*along, d_key), randn(*along, d_value)
-    k = F.normalize(randn(*along, d_key) + 2 * randn(1, 1, heads, d_key), dim=-1).to(dtype).double()
+    along, of_keys = (batch, tokens, heads), (batch, tokens, key_heads or heads)
+    q, v = randn(*of_keys, d_key), randn(*along, d_value)
+    k = F.normalize(randn(*of_keys, d_key) + 2 * randn(1, 1, of_keys[2], d_key), dim=-1).to(dtype).double()
     beta = (2 * torch.sigmoid(randn(*along))).to(dtype).double()
     beta[:, 1::7] = 0.0
     gates = (F.logsigmoid(randn(*along)) * 10 * randn(*along) ** 2).to(dtype).double() if gated else None
@@ -51,7 +53,8 @@ def compare(sizes, config, *, gated, starts, dtype=torch.float32, limit=None):
         return {"y": y, "leaving": leaving, **dict(zip(leaves, grads, strict=True))}
 
     expected = run(delta_rule_reference, "cpu", torch.float64)
-    for name, x in run(delta_rule_triton, DEVICE, dtype, config=config).items():
+    for name, x in run(op, DEVICE, dtype, **({} if config is None else {"config": config})).items():
+        assert x.shape == expected[name].shape
         assert relative_error(x.double().cpu(), expected[name]) <= (limit or LIMITS[dtype]), name
 
 
@@ -59,6 +62,14 @@ def compare(sizes, config, *, gated, starts, dtype=torch.float32, limit=None):
 @pytest.mark.parametrize("starts", [False, True])
 def test_outputs_and_gradients_are_the_definitions(gated, starts):
     compare((1, 21, 2, 19, 20) if gated else (2, 18, 1, 12, 9), SMALL, gated=gated, starts=starts)
+
+
+def test_heads_share_queries_and_keys(monkeypatch):
+    """All of them one; or, as the public function has it, those of each of two groups, which are sequences of their own."""
+    compare((2, 21, 3, 19, 8), SMALL, gated=True, starts=True, key_heads=1)
+    monkeypatch.setattr(op, "use_triton", lambda *_: True)
+    monkeypatch.setattr(triton_launch, "_DEFAULT", SMALL)
+    compare((2, 18, 4, 9, 8), None, gated=False, starts=True, key_heads=2, op=op.delta_rule)
 
 
 class AsTheyAre(LaunchConfig):

@@ -12,7 +12,7 @@ from support.recurrences import positions, seeded
 from support.rounding import products_are_rounded
 
 from baton.kernels.common.adjacent_views import merge_adjacent
-from baton.kernels.gated_linear_attention import triton_launch
+from baton.kernels.gated_linear_attention import op, triton_launch
 from baton.kernels.gated_linear_attention.launch_args import LaunchConfig
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_linear_attention.triton_launch import gla_final_state_triton, gla_triton
@@ -75,13 +75,14 @@ def rounded(given, dtype):
     }
 
 
-def compare(gate, sizes, config, *, starts, dtype=torch.float32, strength=1.0):
+def compare(gate, sizes, config, *, starts, dtype=torch.float32, strength=1.0, op=gla_triton):
     given, cotangents = example(gate, sizes, dtype, strength)
     pos = positions(seeded(1), *sizes[:2], 0.1) if starts else None
     options = {"gate": gate, "scale": 0.3}
     expected = with_gradients(gla_reference, given, cotangents, pos=pos, **options)
     own_pos = None if pos is None else pos.to(DEVICE)
-    found = with_gradients(gla_triton, rounded(given, dtype), cotangents, pos=own_pos, config=config, **options)
+    options |= {} if config is None else {"config": config}
+    found = with_gradients(op, rounded(given, dtype), cotangents, pos=own_pos, **options)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].shape == value.shape
@@ -112,6 +113,13 @@ def test_few_scores_are_kept_and_many_are_made_again(gate, monkeypatch):
         compare(gate, (1, 21, 2, 2, 2, 40, 50), SMALL, starts=True)
         assert len(made) == expected
         made.clear()
+
+
+def test_groups_of_heads_are_sequences(monkeypatch):
+    """Two groups of two heads that share a key and a query, as the public function launches them."""
+    monkeypatch.setattr(op, "use_triton", lambda *_: True)
+    monkeypatch.setattr(triton_launch, "_DEFAULT", SMALL)
+    compare("scalar", (2, 21, 2, 2, 4, 9, 8), None, starts=True, op=op.gated_linear_attention)
 
 
 @pytest.mark.parametrize("gate", ["none", "scalar", "key"])

@@ -31,6 +31,7 @@ from support.measured_costs import (
 )
 
 from baton.launcher.config import RunConfig, load
+from baton.launcher.errors import ConfigError
 from baton.launcher.planner.comm_volume import exchanges, ring, tensor_volumes
 from baton.launcher.planner.memory import REDUCE_BUCKET, Arithmetic, of_stages
 from baton.models.config import ModelConfig
@@ -107,6 +108,30 @@ def test_parameters_of_every_stage_are_the_modules(name, tied, stages):
     values = yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text())
     config = ModelConfig(**{**values, "tie_embeddings": tied})
     assert assert_parameters(config, stages) == planned(config)[0].parameter_count
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        (
+            "mamba2, groups",
+            r"layout\.tensor=4 does not divide model\.mixers\.mamba2\.n_groups=2; layout\.tensor that does: \[1, 2\]",
+        ),
+        (
+            "gated_delta_net, grouped values",
+            r"layout\.tensor=4 does not divide model\.mixers\.gated_delta_net\.heads=2; .*: \[1, 2\]",
+        ),
+        (
+            "mamba2, larger norms",
+            r"does not divide model\.mixers\.mamba2\.expand \* model\.d_model / norm_group_size=2; .*: \[1, 2\]",
+        ),
+    ],
+)
+def test_groups_that_tensor_ranks_do_not_divide_are_refused(variant, message, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "mamba2, larger norms", ("mamba2", {"n_groups": 4, "norm_group_size": SMALL_WIDTH // 2}))
+    run_of(variant, tensor=2).check()
+    with pytest.raises(ConfigError, match=message):
+        run_of(variant, tensor=4).check()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -223,6 +248,8 @@ calls = {
     "retnet": (gla_triton, {}, [x(4, 256), x(4, 256), x(4, 512), gates(4)], {"gate": "scalar", "scale": 1.0}),
     "hgrn2": (gla_triton, {"d_key": 128}, [x(8, 128), x(8, 128), x(8, 128), gates(8, 128)], {"gate": "key", "scale": 1.0}),
     "mamba2": (gla_triton, {}, [x(1, 128), x(1, 128), x(32, 64), gates(32)], {"gate": "scalar", "scale": 1.0}),
+    "mamba2 groups": (gla_triton, {"n_groups": 32, "d_state": 256}, [x(32, 256), x(32, 256), x(32, 64), gates(32)],
+                      {"gate": "scalar", "scale": 1.0}),
     "gsa": (gsa_triton, {"head_dim": 256}, [*(x(4, 256) for _ in "qkv"), x(4, 64)],
             {"scale": 1.0, "slot_activation": "softmax", "gate_logit_normalizer": 8.0}),
     "delta_net": (delta_rule_triton, {"heads": 8, "d_key": 128, "d_value": 128}, [*(x(8, 128) for _ in "qkv"), gates(8), None],
@@ -255,7 +282,8 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
     assert done.returncode == 0, done.stderr[-3000:]
     found = {kind: (int(kept), int(counted)) for kind, kept, counted in (line.split(",") for line in done.stdout.splitlines())}
     assert all(kept == counted for kept, counted in found.values()), found
-    assert {kind for kind, (kept, _) in found.items() if kept} == {"gla", "retnet", "gsa", "gsa selectively", "delta_net"}
+    keepers = {"gla", "retnet", "mamba2 groups", "gsa", "gsa selectively", "delta_net"}
+    assert {kind for kind, (kept, _) in found.items() if kept} == keepers
     assert found["gsa selectively"] < found["gsa"]
 
 

@@ -1,5 +1,7 @@
 """DeltaNet and Gated DeltaNet compared with their papers' equations, composed from other libraries' parts; parameter counts."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,8 +20,8 @@ from baton.parallel.tensor import megatron_config
 D_MODEL, EPS = 24, 1e-9
 
 
-def _built(config, dtype=torch.float32, d_model=D_MODEL):
-    layer = build_mixer(config, MixerContext(d_model, 3, EPS, megatron_config(1), dtype))
+def _built(config, dtype=torch.float32, d_model=D_MODEL, eps=EPS):
+    layer = build_mixer(config, MixerContext(d_model, 3, eps, megatron_config(1), dtype))
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     return layer
 
@@ -31,20 +33,21 @@ def _convolved(x, weight):
     return F.silu(y).transpose(1, 2)
 
 
-@pytest.mark.parametrize("beta_max", [1.0, 2.0])
+@pytest.mark.parametrize(("beta_max", "keys"), [(1.0, 4), (2.0, 4), (1.0, 2)])
 @pytest.mark.parametrize("config", [DeltaNetConfig, GatedDeltaNetConfig])
-def test_the_mixer_is_the_papers(config, beta_max, single_mesh):
+def test_the_mixer_is_the_papers(config, beta_max, keys, single_mesh):
+    """Also where a head of keys serves two heads of values."""
     heads, d_key, d_value = 4, 6, 10
-    layer = _built(config(heads=heads, d_key=d_key, d_value=d_value, beta_max=beta_max))
+    layer = _built(config(heads=keys, v_heads=heads, d_key=d_key, d_value=d_value, beta_max=beta_max))
     x = torch.randn(2, 50, D_MODEL, generator=torch.Generator().manual_seed(2))
     pos = torch.arange(50, dtype=torch.int32).expand(2, 50)
     with torch.no_grad():
         layer.norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
         y, leaving = layer(x, pos, None)
-        widths = [heads * d_key, heads * d_key, heads * d_value, heads]
+        widths = [keys * d_key, keys * d_key, heads * d_value, heads]
         weights = layer.in_proj.weight.split([*widths, *([heads, heads * d_value] if config is GatedDeltaNetConfig else [])])
         q, k, v = (_convolved(x @ w.T, layer.conv_weights[name]) for w, name in zip(weights, "qkv"))
-        q, k = (F.normalize(u.view(2, 50, heads, d_key), dim=-1) for u in (q, k))
+        q, k = (F.normalize(u.view(2, 50, keys, d_key), dim=-1).repeat_interleave(heads // keys, dim=2) for u in (q, k))
         v, beta = v.view(2, 50, heads, d_value), beta_max * torch.sigmoid(x @ weights[3].T)
         if config is DeltaNetConfig:
             o, S = naive("delta_rule").delta_rule_recurrence(*(u.transpose(1, 2) for u in (q, k, v, beta)))
@@ -58,6 +61,49 @@ def test_the_mixer_is_the_papers(config, beta_max, single_mesh):
         expected = o.flatten(2) @ layer.out_proj.weight.T
     assert relative_error(leaving["S"], S) <= 2e-6
     assert relative_error(y, expected) <= 2e-6
+
+
+def test_the_gated_mixer_is_qwen3_nexts_layer_with_the_same_weights(single_mesh, monkeypatch):
+    """Of two heads of keys that serve three heads of values each: output, and the gradients of the input and of every parameter."""
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "fla", None)  # which takes seconds, and registers a class for transformers' Mamba
+        from transformers.models.qwen3_next import modeling_qwen3_next as modeling
+
+    for function in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):  # not fla's kernels, which need a GPU
+        monkeypatch.setattr(modeling, function, getattr(modeling, function).__wrapped__)
+    keys, per_key, d_key, d_value = 2, 3, 6, 10
+    values = keys * per_key
+    ours = _built(GatedDeltaNetConfig(heads=keys, v_heads=values, d_key=d_key, d_value=d_value), eps=1e-6)
+    with torch.no_grad():
+        ours.norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
+    sizes = {"linear_num_key_heads": keys, "linear_num_value_heads": values, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6}
+    widths = {"hidden_size": D_MODEL, "linear_key_head_dim": d_key, "linear_value_head_dim": d_value, "num_hidden_layers": 1}
+    settings = modeling.Qwen3NextConfig(**sizes, **widths, layer_types=["linear_attention"])
+    theirs = modeling.Qwen3NextGatedDeltaNet(settings, layer_idx=0)
+    rows = [keys * d_key, keys * d_key, values * d_value, values, values, values * d_value]
+
+    def as_theirs(p):
+        """Our parameters, or their gradients, under their names: what belongs to a head of keys lies together in theirs."""
+        q, k, v, beta, dt, gate = (w.unflatten(0, (keys, -1)) for w in p["in_proj.weight"].split(rows))
+        return {
+            "in_proj_qkvz.weight": torch.cat((q, k, v, gate), dim=1).flatten(0, 1),
+            "in_proj_ba.weight": torch.cat((beta, dt), dim=1).flatten(0, 1),
+            "conv1d.weight": torch.cat([p[f"conv_weights.{name}"] for name in "qkv"]).unsqueeze(1),
+            **{name: p[name] for name in ("A_log", "dt_bias", "norm.weight", "out_proj.weight")},
+        }
+
+    theirs.load_state_dict(as_theirs({name: p.detach() for name, p in ours.named_parameters()}), strict=True)
+    x = torch.randn(2, 70, D_MODEL, generator=torch.Generator().manual_seed(2))
+    found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, other = ours(found, torch.arange(70, dtype=torch.int32).expand(2, -1), None)[0], theirs(expected)
+    assert relative_error(y, other) <= 1e-5
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(4))
+    y.backward(dy)
+    other.backward(dy)
+    assert relative_error(found.grad, expected.grad) <= 2e-5
+    grads = as_theirs({name: p.grad for name, p in ours.named_parameters()})
+    for name, p in theirs.named_parameters():
+        assert relative_error(grads[name], p.grad) <= 2e-5, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,6 +12,7 @@ from support.interchange import HEADS, assert_import_is_theirs, logits_of, ours_
 
 from baton.launcher.cli import main
 from baton.launcher.interchange import _save, import_model
+from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import to_theirs
 from baton.models.interchange.registry import FAMILIES, family_of_config, family_of_model
 
@@ -23,6 +24,11 @@ CASES = {
     "mamba2, tied": (
         "Mamba2",
         {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 1, "expand": 2, "chunk_size": 8, "tie_word_embeddings": True},
+    ),
+    "mamba2, groups": ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "expand": 2, "chunk_size": 8}),
+    "mamba2, groups, tied": (
+        "Mamba2",
+        {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 4, "expand": 2, "chunk_size": 8, "tie_word_embeddings": True},
     ),
     "llama, grouped heads": ("Llama", {**HEADS, "rope_theta": 500.0, "rms_norm_eps": 1e-4}),
     "llama, tied": ("Llama", {**HEADS, "num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -93,8 +99,10 @@ def test_pytorchs_own_files_are_read_as_well(tmp_path):
         ("Mamba", {"state_size": 5}, {"d_state": 5}),
         ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 1, "expand": 2, "tie_word_embeddings": True},
          {"layer": "Mamba2", "d_state": 6, "headdim": 8}),
+        ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "expand": 2, "tie_word_embeddings": True},
+         {"layer": "Mamba2", "d_state": 6, "headdim": 8, "ngroups": 2}),
     ],
-    ids=["mamba", "mamba2"],
+    ids=["mamba", "mamba2", "mamba2, groups"],
 )  # fmt: skip
 def test_released_files_of_mamba_ssm_are_read(name, changes, layers, tmp_path):
     """Their names, a padded embedding, the tied head stored again, and the settings of layers that are not defaults."""
@@ -207,7 +215,7 @@ def test_a_folder_that_cannot_be_read_is_one_line_and_nothing_is_written(how, fo
     [
         ("Llama", {**HEADS, "attention_bias": True}, "attention_bias=True"),
         ("Llama", {**HEADS, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='linear'"),
-        ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "expand": 2}, "n_groups=2"),
+        ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "time_step_limit": (0.0, 0.1), "expand": 2}, "time_step_limit"),
         ("Qwen2", {**HEADS, "use_sliding_window": True, "sliding_window": 7}, "use_sliding_window=True"),
         ("Qwen2", {**HEADS, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("Qwen3", {**HEADS, "attention_bias": True}, "attention_bias=True"),
@@ -217,6 +225,15 @@ def test_what_baton_has_not_is_refused_by_name(name, changes, needle, tmp_path, 
     transformers_model(name, **changes).save_pretrained(tmp_path / "theirs")
     assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "ours")]) == 2
     assert needle in capsys.readouterr().err
+
+
+def test_a_norm_over_other_channels_than_a_groups_is_exported_with_code():
+    sizes = {"d_model": 32, "n_layers": 2, "vocab_size": 61, "pattern": ["mamba2"]}
+    libraries = [
+        family_of_model(ModelConfig(**sizes, mixers={"mamba2": {"head_dim": 8, "n_groups": 2, **norm}})).library
+        for norm in ({}, {"norm_group_size": 32}, {"norm_group_size": 64})
+    ]
+    assert [library.split(",")[0] for library in libraries] == ["transformers"] * 2 + ["transformers with trust_remote_code=True"]
 
 
 def test_every_family_has_its_architecture_once():

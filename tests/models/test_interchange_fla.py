@@ -39,6 +39,7 @@ CASES = {
         "GatedDeltaNet",
         {"num_heads": 2, "head_dim": 16, "expand_v": 1.5, "conv_size": 3, "allow_neg_eigval": True, "tie_word_embeddings": True},
     ),
+    "gated_deltanet, grouped values": ("GatedDeltaNet", {"num_heads": 2, "num_v_heads": 4, "head_dim": 8}),
 }
 READ_ALONE = {
     "transformer": ("Transformer", {"num_heads": 4, "num_kv_heads": 2}),
@@ -100,6 +101,7 @@ def plain(monkeypatch):
 
     def delta_rule(q, k, v, g, beta, A_log, dt_bias, allow_neg_eigval, **_):
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
         beta = (2 if allow_neg_eigval else 1) * beta.sigmoid()
         return naive_recurrent_gated_delta_rule(q, k, v, beta, -A_log.exp() * F.softplus(g + dt_bias))
 
@@ -172,7 +174,8 @@ def test_a_transformer_of_fla_is_theirs_and_leaves_in_another_format(case, plain
         ("RetNet", {"num_heads": 4, "num_kv_heads": 2}, "num_kv_heads=2"),
         ("DeltaNet", {"num_heads": 4, "use_gate": True}, "use_gate=True"),
         ("DeltaNet", {"num_heads": 4, "qk_norm": "sum"}, "qk_norm='sum'"),
-        ("GatedDeltaNet", {"num_heads": 2, "head_dim": 16, "num_v_heads": 4}, "num_v_heads=4"),
+        ("GatedDeltaNet", {"num_heads": 2, "head_dim": 16, "use_gate": False}, "use_gate=False"),
+        ("GatedDeltaNet", {"num_heads": 4, "head_dim": 16, "num_v_heads": 2}, "v_heads=2 is not a multiple of heads=4"),
     ],
 )
 def test_what_baton_has_not_is_refused_by_name(name, changes, needle, tmp_path, capsys):

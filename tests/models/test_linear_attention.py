@@ -114,51 +114,66 @@ def test_forget_gates_are_exact_at_both_ends(bound):
 
 
 @torch.no_grad()
-def test_mamba2_is_its_formula():
-    """Token by token, from the definition: convolutions as sums over their taps, one state per head."""
-    mixer = _built("mamba2", expand=2, head_dim=8, d_state=5, d_conv=3)
-    heads, width = 6, 48
+@pytest.mark.parametrize(
+    "settings", [{}, {"n_groups": 3}, {"n_groups": 2, "norm_group_size": 48}, {"norm_group_size": 16}], ids=str
+)
+def test_mamba2_is_its_formula(settings):
+    """Token by token, from the definition: convolutions as sums over their taps, one state per head, a loop over heads for what
+    groups share and over groups of channels for the norm."""
+    mixer = _built("mamba2", expand=2, head_dim=8, d_state=5, d_conv=3, **settings)
+    heads, width, groups = 6, 48, settings.get("n_groups", 1)
     x, pos = _tokens()
-    z, u, dt = F.linear(x, mixer.in_proj.weight).split([width, width, heads], dim=-1)
+    z, u, dt, *bc = F.linear(x, mixer.in_proj.weight).split([width, width, heads, *([10 * groups] if groups > 1 else [])], dim=-1)
+    bc = bc[0] if bc else x @ mixer.bc_proj.weight.T
 
     def convolved(t, weight, bias):
         padded = F.pad(t, (0, 0, 2, 0))
         return F.silu(sum(padded[:, tap : tap + T] * weight[:, tap] for tap in range(3)) + bias)
 
     u = convolved(u, mixer.conv_weight, mixer.conv_bias).unflatten(2, (heads, 8))
-    b, c = convolved(x @ mixer.bc_proj.weight.T, mixer.bc_conv_weight, mixer.bc_conv_bias).chunk(2, dim=-1)
+    of_groups = convolved(bc, mixer.bc_conv_weight, mixer.bc_conv_bias).split([5, 5] * groups, dim=-1)
+    b, c = (torch.stack([of_groups[2 * (h * groups // heads) + which] for h in range(heads)], dim=2) for which in (0, 1))
     dt = F.softplus(dt + mixer.dt_bias)
     S, outputs = torch.zeros(B, heads, 8, 5), []
     for t in range(T):
         S = torch.exp(-dt[:, t] * mixer.A_log.exp())[..., None, None] * S
-        S = S + (dt[:, t, :, None] * u[:, t])[..., None] * b[:, t, None, None, :]
-        outputs.append(torch.einsum("bhpn,bn->bhp", S, c[:, t]) + mixer.D[:, None] * u[:, t])
+        S = S + (dt[:, t, :, None] * u[:, t])[..., None] * b[:, t, :, None, :]
+        outputs.append(torch.einsum("bhpn,bhn->bhp", S, c[:, t]) + mixer.D[:, None] * u[:, t])
     gated = torch.stack(outputs, dim=1).flatten(2) * F.silu(z)
+    size = settings.get("norm_group_size", width // groups)
+    normed = torch.cat([_rms(*both) for both in zip(gated.split(size, -1), mixer.norm.weight.split(size), strict=True)], dim=-1)
     y, state = mixer(x, pos, None)
-    assert relative_error(y, _rms(gated, mixer.norm.weight) @ mixer.out_proj.weight.T) <= 1e-6
+    assert relative_error(y, normed @ mixer.out_proj.weight.T) <= 1e-6
     assert relative_error(state["S"].transpose(2, 3), S) <= 1e-6
 
 
-def test_mamba2_is_transformers_with_the_same_weights():
-    """Output, and the gradients of the input and of every parameter."""
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mamba2_is_transformers_with_the_same_weights(groups):
+    """Output, and the gradients of the input and of every parameter; its norm too is one of each group."""
     from transformers import Mamba2Config
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-    ours = _built("mamba2", expand=2, head_dim=8, d_state=5, d_conv=4)
-    sizes = {"num_heads": 6, "head_dim": 8, "hidden_size": M, "state_size": 5, "expand": 2, "n_groups": 1, "conv_kernel": 4}
+    ours = _built("mamba2", expand=2, head_dim=8, d_state=5, d_conv=4, n_groups=groups)
+    sizes = {"num_heads": 6, "head_dim": 8, "hidden_size": M, "state_size": 5, "expand": 2, "n_groups": groups, "conv_kernel": 4}
     theirs = Mamba2Mixer(Mamba2Config(num_hidden_layers=1, chunk_size=8, **sizes), layer_idx=0).eval()
 
     def as_theirs(p):
         """Our parameters, or their gradients, under their names: they fuse z, x, B, C, dt and the convolutions."""
-        z, u, dt = p["in_proj.weight"].split([48, 48, 6])
+        z, u, dt, *bc = p["in_proj.weight"].split([48, 48, 6, *([20] if groups > 1 else [])])
+        bc = bc[0] if bc else p["bc_proj.weight"]
+
+        def by_kind(x):
+            """All groups' B, then all groups' C."""
+            return torch.cat((*x.split(5)[::2], *x.split(5)[1::2]))
+
         return {
-            "in_proj.weight": torch.cat((z, u, p["bc_proj.weight"], dt)),
-            "conv1d.weight": torch.cat((p["conv_weight"], p["bc_conv_weight"])).unsqueeze(1),
-            "conv1d.bias": torch.cat((p["conv_bias"], p["bc_conv_bias"])),
+            "in_proj.weight": torch.cat((z, u, by_kind(bc), dt)),
+            "conv1d.weight": torch.cat((p["conv_weight"], by_kind(p["bc_conv_weight"]))).unsqueeze(1),
+            "conv1d.bias": torch.cat((p["conv_bias"], by_kind(p["bc_conv_bias"]))),
             **{name: p[name] for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")},
         }
 
-    assert len(dict(ours.named_parameters())) == 11
+    assert len(dict(ours.named_parameters())) == (11 if groups == 1 else 10)
     theirs.load_state_dict(as_theirs({name: p.detach() for name, p in ours.named_parameters()}), strict=True)
     x, pos = _tokens()
     found = x.clone().requires_grad_()
@@ -297,6 +312,18 @@ def test_long_memories_survive_bfloat16(kind):
         ("hgrn2", {"heads": 7}, r"mixers\.hgrn2: d_model / heads = 64 / 7 is not a whole number; set d_value"),
         ("hgrn2", {"lower_bound": 1.0}, "less than 1"),
         ("mamba2", {"head_dim": 48}, r"expand \* d_model / head_dim = 128 / 48 is not a whole number; set head_dim"),
+        ("mamba2", {"n_groups": 3}, r"mixers\.mamba2: n_groups=3 does not divide expand \* d_model / head_dim = 2; set n_groups"),
+        (
+            "mamba2",
+            {"norm_group_size": 48},
+            r"expand \* d_model / norm_group_size = 128 / 48 is not a whole number; set norm_group_size",
+        ),
+        ("mamba2", {"n_groups": 0}, "greater than or equal to 1"),
+        (
+            "gated_delta_net",
+            {"heads": 2, "v_heads": 3},
+            r"mixers\.gated_delta_net: v_heads=3 is not a multiple of heads=2; set v_heads",
+        ),
         ("mamba2", {"A_init_min": 17.0}, r"A_init_min=17\.0 exceeds A_init_max=16\.0"),
         ("gsa", {"head_dim": 7}, "head_dim=7 does not divide d_model=64"),
         ("gsa", {"head_dim": 16, "kv_heads": 3}, "kv_heads=3 does not divide heads=4"),

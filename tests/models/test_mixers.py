@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.compare import relative_error
+from support.models import OPTIONS
 
 from baton.kernels import protocol
 from baton.models.mixer import build_mixer
@@ -18,10 +19,17 @@ DOCUMENTS = {
 }
 
 
-@pytest.fixture(scope="module", params=kinds())
+LAYERS = {
+    **{kind: (kind, {}) for kind in kinds()},
+    **{f"{kind}, groups": (kind, changes) for kind, changes in OPTIONS["groups"].items()},
+}
+
+
+@pytest.fixture(scope="module", params=LAYERS)
 def layer(request, single_mesh):
     context = MixerContext(M, 3, 1e-5, megatron_config(1), torch.float64)
-    layer = build_mixer(kinds()[request.param].small(), context)
+    kind, changes = LAYERS[request.param]
+    layer = build_mixer(kinds()[kind].small().model_copy(update=changes), context)
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
     with torch.no_grad():  # distinct, non-trivial values everywhere, also where the initial ones are all equal
         g = torch.Generator().manual_seed(2)

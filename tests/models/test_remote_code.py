@@ -33,6 +33,8 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "longhorn, as printed": ["longhorn"],
     "mamba, as printed": ["mamba"],
     "mamba, as printed, normalised projections": ["mamba"],
+    "mamba2, groups": ["mamba2"],
+    "gated_delta_net, grouped values": ["gated_delta_net"],
     "retnet, without a gate": ["retnet"],
     "hybrid": ["mamba", "lattice+swiglu", "bmojo"],
     "another hybrid": ["gated_delta_net*2", "attention+swiglu"],
@@ -52,6 +54,8 @@ SETTINGS = {
     },
     "longhorn, as printed": {"skip": False, "beta_bias": False},
     "mamba, as printed": {"skip": False, "discretization": "zoh"},
+    "mamba2, groups": {"n_groups": 4, "norm_group_size": 6},
+    "gated_delta_net, grouped values": {"heads": 2, "v_heads": 4},
     "mamba, as printed, normalised projections": {"skip": False, "discretization": "zoh", "projection_norm_eps": 1e-3},
 }  # fmt: skip
 VOCAB = 61

@@ -30,6 +30,7 @@ OTHER_SIZES = (
     ({"pipeline": 3, "data": 2}, ("hybrid",)),
     ({"data": 4}, ("mamba",)),
     ({"tensor": 2, "zero": 1}, ("qwen", "falcon")),
+    ({"tensor": 2, "context": 2}, ("groups",)),
 )
 
 

@@ -121,15 +121,17 @@ def _skip(p: Parameters, like: Tensor) -> Tensor:
 def mamba2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
     z, inner, dt = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("z", "x", "dt"))
     inner, conv_x = convolution(inner, p["conv_weight"], p["conv_bias"], pos, _of(state, "conv_x"))
-    shared = linear(x, p["bc_proj.weight"])
+    shared = linear(x, p["bc_proj.weight" if c["n_groups"] == 1 else "in_proj.bc.weight"])
     shared, conv_bc = convolution(shared, p["bc_conv_weight"], p["bc_conv_bias"], pos, _of(state, "conv_bc"))
-    B, C = precise(F.silu(shared).to(x.dtype)).unsqueeze(2).chunk(2, dim=-1)
+    # by group: B and C of the first, B and C of the second
+    B, C = precise(F.silu(shared).to(x.dtype)).unflatten(2, (c["n_groups"], 2, -1)).unbind(3)
     dt = F.softplus(precise(dt) + p["dt_bias"])
     inner = heads(precise(F.silu(inner).to(x.dtype)), c["head_dim"])
-    inputs = C, B.expand(-1, -1, inner.shape[2], -1), inner * dt[..., None], -torch.exp(p["A_log"]) * dt
+    inputs = C, B, inner * dt[..., None], -torch.exp(p["A_log"]) * dt
     y, S = run("gated_linear_attention", *inputs, gate="scalar", pos=pos, initial_state=_of(state, "S"))
     y = (y + p["D"][:, None] * inner).flatten(2) * F.silu(precise(z))
-    y = rms_norm(y, p["norm.weight"], eps).to(x.dtype)
+    size = c["norm_group_size"] or y.shape[-1] // c["n_groups"]
+    y = (rms_norm(heads(y, size), None, eps).flatten(2) * p["norm.weight"]).to(x.dtype)
     return linear(y, p["out_proj.weight"]), {"conv_x": conv_x, "conv_bc": conv_bc, "S": S}
 
 
