@@ -281,7 +281,7 @@ def _parse(text: str, word: str) -> Any:
 
 
 def put_setting(values: dict[str, Any], keys: list[str], value: Any, word: str) -> None:
-    """Sets a setting by the parts of its key in the values of a run file. word: what asks for it, for errors. Raises ConfigError."""
+    """Sets a setting in the values of a run file by the parts of its key. word: what asks for it. Raises ConfigError."""
     if keys[0] == "model" and isinstance(values.get("model"), str) and len(keys) > 1:
         values["model"] = _resolve_model(values["model"], word)
     for key in keys[:-1]:

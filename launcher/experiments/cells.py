@@ -74,9 +74,7 @@ def chosen(made: list[Trial], experiment: ExperimentConfig, only: str | None) ->
     return [trial for trial in made if all(dict(zip(experiment.grid, trial.cell))[axis] == label for axis, label in at.items())]
 
 
-def _trial(
-    name: str, experiment: ExperimentConfig, cell: tuple[str, ...], rate: float | None, seed: int, device: Device
-) -> Trial:
+def _trial(name: str, experiment: ExperimentConfig, cell: tuple[str, ...], rate: float | None, seed: int, device: Device) -> Trial:
     own = [f"lr{rate:g}"] if len(experiment.learning_rates) > 1 else []
     own += [f"seed{seed}"] if len(experiment.seeds) > 1 else []
     run = "-".join([*cell, *own])
@@ -91,8 +89,7 @@ def _trial(
         put_setting(values, ["training", "optimizer", "lr"], rate, where)
     put_setting(values, ["training", "seed"], seed, where)
     # what nothing is trained for is computed for a GPU, whatever is here
-    values |= {"name": run.replace("'", "").replace("^", "").replace("+", "-"), "device": "cuda" if experiment.is_computed else device}
-    values["directory"] = str(FOLDER / name / values["name"])
+    values |= {"name": run, "directory": str(FOLDER / name / run), "device": "cuda" if experiment.is_computed else device}
     try:
         return Trial(cell, rate, seed, resolve(values, where)[0])
     except Exception as error:

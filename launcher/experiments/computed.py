@@ -2,16 +2,16 @@
 
 import math
 
-from baton.launcher.config import RunConfig
+from baton.launcher.experiments.cells import Trial
 from baton.launcher.experiments.config import Measure
 from baton.launcher.planner.memory import Arithmetic
 
 GIB = 1 << 30
 
 
-def figure(measure: Measure, config: RunConfig) -> float:
+def figure(measure: Measure, trial: Trial) -> float:
     """See ExperimentConfig.measure. Raises ConfigError if model.vocab_size is not known."""
-    arithmetic = Arithmetic(config)
+    config, arithmetic = trial.config, Arithmetic(trial.config)
     if measure == "parameters":
         return arithmetic.parameter_count / 1e6
     if measure == "memory":

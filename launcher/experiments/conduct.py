@@ -17,13 +17,11 @@ from baton.launcher.devices import gpu_memory, kind_here
 from baton.launcher.errors import ConfigError
 from baton.launcher.experiments import report
 from baton.launcher.experiments.cells import Device, Trial, chosen, trials
-from baton.launcher.experiments.config import ExperimentConfig, find, shipped
+from baton.launcher.experiments.config import find, shipped
 from baton.launcher.experiments.trainer import read_result, serve
 from baton.launcher.processes import STOPPED
-from baton.launcher.run_directory import check_run
+from baton.launcher.run_directory import check_run, settled
 from baton.training.monitoring.metrics import format_duration
-
-INTERRUPTED = 130
 
 
 def overview() -> str:
@@ -40,7 +38,8 @@ def conduct(
     out: Path,
     processes: int | None,
 ) -> int:
-    """Runs an experiment; returns the exit status: 0, 75 if the budget ended it, 130 if it was interrupted, 1 if a run failed.
+    """Runs an experiment; returns the exit status: 0, 75 if the budget ended it, 1 if a run failed, 130 or 143 if a signal
+    ended it.
 
     word: name of a shipped experiment, or path of a file. on: None: a GPU if there is one. budget_s: no run is begun after so many
     seconds. only: cells that are run. out: folder of the page. processes: that train at the same time; None: one a core, or one a
@@ -53,13 +52,13 @@ def conduct(
     status = 0
     if not experiment.is_computed:
         for trial in wanted:
-            check_run(trial.config)
-        left = [trial for trial in wanted if read_result(trial.config.folder) is None]
+            check_run(settled(trial.config, device))
+        left = [trial for trial in wanted if read_result(trial) is None]
         print(f"{name}: {len(wanted)} runs, {len(wanted) - len(left)} finished before", flush=True)
         if left:
             count = processes or (len(os.sched_getaffinity(0)) if device == "cpu" else (gpu_memory() or (1, 0))[0])
             status = _Conductor(left, device, min(count, len(left)), budget_s).run()
-        left = [trial for trial in left if read_result(trial.config.folder) is None]
+        left = [trial for trial in left if read_result(trial) is None]
         if left:
             print(f"left: {len(left)} runs ({', '.join(trial.name for trial in left[:4])}{' ...' if len(left) > 4 else ''})")
     command = f"baton experiment {word}"
@@ -105,15 +104,16 @@ class _Conductor:
                 for trainer in self.trainers:
                     if trainer.trial is None and waiting and not (out_of_time or self.stopped or self.failed):
                         trainer.trial, trainer.since = waiting.pop(0), time.monotonic()
-                        trainer.connection.send(trainer.trial.config.model_dump(mode="json"))
+                        trainer.connection.send(trainer.trial)
                 busy = {trainer.connection: trainer for trainer in self.trainers if trainer.trial is not None}
                 if not busy:
                     break
                 for connection in wait(list(busy), timeout=0.2):
                     done += self._ended(busy[connection], f"{done + 1} of {total}")  # type: ignore[index]
         if self.stopped:
-            print("baton: interrupted; the runs are saved, and the same command goes on with them", file=sys.stderr)
-            return INTERRUPTED
+            name = signal.Signals(self.stopped[0]).name
+            print(f"baton: stopped by {name}; the runs are saved, and the same command goes on with them", file=sys.stderr)
+            return 128 + self.stopped[0]
         if self.failed:
             return self.failed
         if waiting:
@@ -131,7 +131,7 @@ class _Conductor:
             trainer.process.join()
             status, said = 1, f"its process ended with status {trainer.process.exitcode}"
         if status == 0:
-            result = read_result(trial.config.folder)
+            result = read_result(trial)
             row = None if result is None else result.row
             said = "diverged" if row is None else "  ".join(f"{key} {row[key]:.4f}" for key in ("loss", "accuracy") if key in row)
             print(f"{place}  {trial.name}  {said}  {format_duration(time.monotonic() - trainer.since)}", flush=True)
@@ -148,12 +148,11 @@ class _Conductor:
         import_for(self.device)
         _import_mixers(self.left)
         fork = multiprocessing.get_context("fork")
-        threads = max(1, len(os.sched_getaffinity(0)) // self.processes)
         for number in range(self.processes):
             ours, theirs = fork.Pipe()
             # a trainer must not keep the others' ends open: they would not see them closed
             others = [trainer.connection for trainer in self.trainers] + [ours]
-            process = fork.Process(target=_serve, args=(theirs, others, self.device, number, threads, os.getpid()))
+            process = fork.Process(target=_serve, args=(theirs, others, self.device, number, os.getpid()))
             process.start()
             theirs.close()
             self.trainers.append(_Trainer(process, ours))

@@ -32,7 +32,8 @@ def _text_keys(value: Any) -> Any:
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_]+$")]
-Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.'^+-]+$")]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # part of the run's name
+CaseLabel = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.^-]+$")]
 Settings = Annotated[dict[str, Any] | None, Field(description="settings over the run's, by their dotted keys; null: none")]
 Labels = Annotated[dict[Label, Settings], BeforeValidator(_text_keys), Field(min_length=1)]
 Rate = Annotated[float, Field(gt=0)]
@@ -80,7 +81,7 @@ class ExperimentConfig(_Settings):
         "numbers that the mean layer carries from token to token, without the last inputs of convolutions; memory: of a rank, in "
         "GiB, as `baton plan` has it for a GPU"
     )
-    cases: Annotated[dict[Label, str], BeforeValidator(_text_keys)] = Field(
+    cases: Annotated[dict[CaseLabel, str], BeforeValidator(_text_keys)] = Field(
         default_factory=dict,
         description="evaluation cases of a synthetic task (data.cases) by label, for example {'2^6': length-64}: one more axis "
         "of the table, called `case`, without more runs. Empty: the mean over all cases",

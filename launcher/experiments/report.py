@@ -1,5 +1,5 @@
-"""What an experiment shows: NAME.json with all results, and from it NAME.md with a table and a picture, and README.md with a line for
-each experiment of the folder."""
+"""What an experiment shows: NAME.json has all results, from which NAME.md with a table and a picture is made, and README.md with a
+line for each experiment of the folder."""
 
 import json
 import math
@@ -20,9 +20,10 @@ Cell = tuple[str, ...]
 
 OVERVIEW = """# Reproduced
 
-Statements of the papers as experiments: `baton experiment NAME` trains what is left of one, resumes what was interrupted, and writes
-its page and this one. The verdict is computed. shown: every inequality of the statement holds, with every seed; not shown: one
-holds with no seed; not decided: runs are missing, or seeds disagree. Distance: the largest one of a cell from the paper's figure.
+Statements of the papers as experiments: `baton experiment NAME` trains what is left of one, resumes what was interrupted, and
+writes its page and this one ([how](../experiments.md)). The verdict is computed. shown: every inequality of the statement holds,
+with every seed; not shown: one holds with no seed; not decided: runs are missing, or seeds disagree. Distance: the largest one of a
+cell from the paper's figure.
 
 | experiment | verdict | distance | cost | command |
 | --- | --- | --- | --- | --- |"""
@@ -94,8 +95,8 @@ def _values(
     if experiment.is_computed:
         from baton.launcher.experiments.computed import figure
 
-        return {trial.cell: {trial.seed: figure(experiment.measure, trial.config)} for trial in made}, {}, []
-    results = {(trial.cell, trial.rate, trial.seed): read_result(trial.config.folder) for trial in made}
+        return {trial.cell: {trial.seed: figure(experiment.measure, trial)} for trial in made}, {}, []
+    results = {(trial.cell, trial.rate, trial.seed): read_result(trial) for trial in made}
     by_cell: dict[Cell, dict[float | None, dict[int, Result | None]]] = defaultdict(lambda: defaultdict(dict))
     for (cell, rate, seed), result in results.items():
         by_cell[cell][rate][seed] = result

@@ -69,7 +69,7 @@ def parse(text: str, axes: Axes, where: str) -> list[tuple[Term, str, Term]]:
     """The comparisons of an inequality: left, sign, right. Raises ConfigError."""
     words = re.split(r"\s(>=|<=|>|<)\s", text)
     if len(words) < 3:
-        raise ConfigError(f"{where}: {text!r} is no inequality; write for example `bmojo >= mamba + 5`, with spaces around the signs")
+        raise ConfigError(f"{where}: {text!r} is no inequality; write it as `bmojo >= mamba + 5`, with spaces around the signs")
     terms = [_term(word.strip(), axes, f"{where}: {text!r}") for word in words[::2]]
     if all(term.at is None and not term.is_distance for term in terms):
         raise ConfigError(f"{where}: {text!r} names no cell")
@@ -142,9 +142,7 @@ def _assignments(left: Term, right: Term, axes: Axes) -> Iterator[tuple[tuple[st
     for common in product(*(axes[name] for name in shared)):
         for own in product(*(product(*(axes[name] for name in names)) for names in alone)):
             chosen = [dict(zip((*shared, *names), (*common, *of_side))) for names, of_side in zip(alone, own, strict=True)]
-            yield tuple(
-                None if at is None else tuple((chosen[n] | dict(at))[name] for name in axes) for n, at in enumerate(sides)
-            )
+            yield tuple(None if at is None else tuple((chosen[n] | dict(at))[name] for name in axes) for n, at in enumerate(sides))
         if all(at is None for at in sides):
             return
 

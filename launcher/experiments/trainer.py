@@ -19,9 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from baton.launcher.config import RunConfig
 from baton.launcher.errors import explained
-from baton.launcher.experiments.cells import Device
+from baton.launcher.experiments.cells import Device, Trial
 from baton.launcher.processes import STOPPED, log_of
 from baton.launcher.run_directory import changed_since_last_start, end_attempt, open_attempt, read_config, write_whole
 from baton.training import preemption
@@ -34,8 +33,10 @@ RESULT = "result.json"
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. row: its last evaluation; None: it diverged, and `failure` says where. seconds: of all its starts."""
+    """How a run ended. steps: training.steps of then. row: its last evaluation; None: it diverged, and `failure` says where.
+    seconds: of all its starts."""
 
+    steps: int
     row: dict[str, Any] | None
     failure: str | None
     seconds: float
@@ -44,15 +45,16 @@ class Result:
     date: str
 
 
-def read_result(folder: Path) -> Result | None:
+def read_result(trial: Trial) -> Result | None:
     """The result of a finished run; None: it is not finished."""
     try:
-        return Result(**json.loads((folder / RESULT).read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):  # another version's: the run is evaluated again, which is quick
+        result = Result(**json.loads((trial.config.folder / RESULT).read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):  # another version's: it is written anew without training
         return None
+    return result if result.steps == trial.config.training.steps else None
 
 
-def serve(connection: Connection, device: Device, number: int, threads: int, parent: int) -> None:
+def serve(connection: Connection, device: Device, number: int, parent: int) -> None:
     """A trainer: trains the runs that the connection names until it is closed, and sends (status, sentence) for each. Status 0: it
     is finished, 75: stopped and saved, another: failed. number: of this trainer, which on a GPU is that of its device."""
     from baton.launcher.worker import die_with_parent
@@ -60,53 +62,53 @@ def serve(connection: Connection, device: Device, number: int, threads: int, par
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt reaches all processes; the conductor passes it on
     preemption.install_handlers()
-    mesh = _world(device, number, threads)
+    mesh = _world(device, number)
     while True:
         try:
-            folder = connection.recv()
+            trial: Trial = connection.recv()
         except EOFError:
             return
-        connection.send(_train(RunConfig.model_validate(folder), mesh))
+        connection.send(_train(trial, mesh))
 
 
-def _world(device: Device, number: int, threads: int) -> Any:
+def _world(device: Device, number: int) -> Any:
     import torch
 
     from baton.parallel import mesh as meshes
     from baton.parallel.config import LayoutConfig
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)  # several trainers share the cores, and results do not depend on how many cores there are
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
     return meshes.initialize(LayoutConfig(), device=place, rank=0, store=torch.distributed.HashStore())
 
 
-def _train(config: RunConfig, mesh: Any) -> tuple[int, str]:
+def _train(trial: Trial, mesh: Any) -> tuple[int, str]:
     os.environ[time_ledger.PROCESS_START_VARIABLE] = str(time_ledger.steady_time())  # the ledger's beginning of this start
     try:
-        with open_attempt(config) as attempt, _output_into(log_of(attempt, 0)):
-            status, said = _run(config, attempt, mesh)
+        with open_attempt(trial.config) as attempt, _output_into(log_of(attempt, 0)):
+            status, said = _run(trial, attempt, mesh)
             return end_attempt(attempt, status), said
     except Exception as error:
-        status, said = explained(error)
-        return status or 1, said
+        refused, said = explained(error)
+        return refused or 1, said
     finally:
         gc.collect()  # DeepSpeed's engine is part of a cycle
 
 
-def _run(config: RunConfig, attempt: Path, mesh: Any) -> tuple[int, str]:
+def _run(trial: Trial, attempt: Path, mesh: Any) -> tuple[int, str]:
     from baton.training.errors import CheckpointError, RunError, StoppedError
     from baton.training.loop import train
     from baton.training.run import RunSettings
 
-    resolved = read_config(attempt / "config.yaml")
+    config = read_config(attempt / "config.yaml")
     settings = RunSettings(
         folder=config.folder,
-        model=resolved.model,
-        data=resolved.data,
-        training=resolved.training,
-        config_text=resolved.to_yaml(),
+        model=config.model,
+        data=config.data,
+        training=config.training,
+        config_text=config.to_yaml(),
         attempt=int(attempt.name),
-        changed=changed_since_last_start(attempt, resolved),
+        changed=changed_since_last_start(attempt, config),
     )
     failure = None
     try:
@@ -125,20 +127,21 @@ def _run(config: RunConfig, attempt: Path, mesh: Any) -> tuple[int, str]:
     rows = [row for row in _rows(config.folder) if row["kind"] == "evaluation" and row["step"] == config.training.steps]
     if failure is None and not rows:
         return 1, f"{config.folder}: no evaluation after the last step"
-    _write(config, mesh, rows[-1] if rows and failure is None else None, failure)
+    _write(trial, mesh, rows[-1] if rows and failure is None else None, failure)
     return 0, ""
 
 
-def _write(config: RunConfig, mesh: Any, row: dict[str, Any] | None, failure: str | None) -> None:
+def _write(trial: Trial, mesh: Any, row: dict[str, Any] | None, failure: str | None) -> None:
     import torch
 
+    config = trial.config
     spans = [span for span in time_ledger.read_rows(config.folder) if span["kind"] == "spans"]
     seconds = sum(sum(span["seconds"].values()) for span in spans)
     on = "CPU" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
     with suppress(OSError, ValueError):
         commit = json.loads((config.folder / "provenance.json").read_text(encoding="utf-8")).get("commit")
-    kept = None if row is None else {key: row[key] for key in ("loss", "accuracy", "cases") if key in row}
-    result = Result(kept, failure, round(seconds, 1), on, commit, time.strftime("%Y-%m-%d"))
+    kept = None if row is None else {key: value for key, value in row.items() if key in ("loss", "accuracy", "cases")}
+    result = Result(config.training.steps, kept, failure, round(seconds, 1), on, commit, time.strftime("%Y-%m-%d"))
     write_whole(config.folder / RESULT, json.dumps(asdict(result), indent=1))
 
 
