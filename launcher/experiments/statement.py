@@ -110,7 +110,7 @@ def judge(text: str, axes: Axes, values: Values, seeds: tuple[int, ...], distanc
             ours, theirs = of_sides
             named = " and ".join("/".join(cell) for cell in sides if cell is not None) or DISTANCE
             if ours is None or theirs is None:
-                open_.append(f"{named}: not all runs are there")
+                open_.append(f"{named}: runs are missing or diverged")
                 continue
             holds = [SIGNS[sign](a, b) for a, b in zip(ours, theirs, strict=True)]
             shown = f"{named}: {_mean(ours):.4g} against {_mean(theirs):.4g}"

@@ -90,7 +90,7 @@ def test_it_is_interrupted_resumed_and_judged_and_nothing_is_run_twice(begin, tm
     process, said = begin("--budget", "0.001s")
     assert process.wait(DEADLINE_S) == 75, said.read_text()
     assert "tiny: not decided" in said.read_text()
-    assert "small/16: not all runs are there" in said.read_text()
+    assert "small/16: runs are missing or diverged" in said.read_text()
     assert not large.exists()
 
     process, said = begin("--only", "small")
