@@ -51,11 +51,11 @@ def gather_tokens(part: Tensor, shape: Sequence[int]) -> Tensor:
     return whole[: math.prod(shape)].view(*shape, part.shape[-1])
 
 
-def scatter_tokens(whole: Tensor) -> Tensor:
-    """This rank's part [tokens_per_rank(N), d_model] of what every rank has whole, [..., d_model] with N tokens. In backward every
-    rank gets the whole gradient."""
-    rows = pad_to_parts(whole.flatten(0, -2), tensor_size())
-    return tensor_parallel.scatter_to_sequence_parallel_region(rows)
+def own_tokens(whole: Tensor) -> Tensor:
+    """This rank's part [tokens_per_rank(N), d_model] of what every rank has whole, [..., d_model] with N tokens. Each rank has the
+    gradient of its own part alone: `whole` comes from `copy_to_tensor_group`, which sums them."""
+    size = tensor_size()
+    return pad_to_parts(whole.flatten(0, -2), size).chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def pad_to_parts(x: Tensor, tensor_size: int, value: int = 0) -> Tensor:

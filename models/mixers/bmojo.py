@@ -56,7 +56,7 @@ from baton.models.mixer import Mixer
 from baton.models.mixers.mamba import Mamba
 from baton.models.settings.bmojo import BMojoConfig
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from baton.parallel.tensor_group import copy_to_tensor_group, scatter_tokens
+from baton.parallel.tensor_group import copy_to_tensor_group, own_tokens
 
 _CONV = ShortConv(None)
 
@@ -92,9 +92,8 @@ class BMojo(Mixer, settings=BMojoConfig):
             Innovation(config.innovation_norm), (fading_BTM.detach(), weights), pos_BT, tail, forward_context
         )
         q = self.q_proj(x_BTM).unflatten(-1, (-1, config.head_dim))
-        ssm_output_BTM = fading_BTM
         if self.context.sequence_parallel:
-            # the projection's input gradients are partial: gathering x sums the one of x, and this the one of the fading tokens
+            # gradients of what a rank computes are partial: gathering x sums the one of x, and this the one of the fading tokens
             fading_BTM = copy_to_tensor_group(fading_BTM)
         tokens, convs = self._convolved(self._keys_and_values(x_BTM), pos_BT, state, forward_context)
         inputs = (q, *self._by_head(tokens), *self._by_head(self._keys_and_values(fading_BTM)), score_BT)
@@ -103,7 +102,7 @@ class BMojo(Mixer, settings=BMojoConfig):
         final_state = {**{f"ssm.{name}": x for name, x in ssm_state.items()}, **convs, **tail, **attention_state}
         output = self.out_proj(y.flatten(2))
         if config.add_ssm_output:
-            output = output + (scatter_tokens(ssm_output_BTM) if self.context.sequence_parallel else ssm_output_BTM)
+            output = output + (own_tokens(fading_BTM) if self.context.sequence_parallel else fading_BTM)
         return output, final_state
 
     def _predictor_weights(self, device: torch.device) -> Tensor:
