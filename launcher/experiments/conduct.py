@@ -19,6 +19,7 @@ from baton.launcher.experiments import report
 from baton.launcher.experiments.cells import Device, Trial, chosen, trials
 from baton.launcher.experiments.config import find, shipped
 from baton.launcher.experiments.trainer import read_result, serve
+from baton.launcher.inputs import check_inputs
 from baton.launcher.processes import STOPPED
 from baton.launcher.run_directory import check_run, settled
 from baton.training.monitoring.metrics import format_duration
@@ -54,6 +55,8 @@ def conduct(
         for trial in wanted:
             check_run(settled(trial.config, device))
         left = [trial for trial in wanted if read_result(trial) is None]
+        for trial in left:
+            check_inputs(trial.config)
         print(f"{name}: {len(wanted)} runs, {len(wanted) - len(left)} finished before", flush=True)
         if left:
             count = processes or (len(os.sched_getaffinity(0)) if device == "cpu" else (gpu_memory() or (1, 0))[0])
@@ -61,7 +64,7 @@ def conduct(
         left = [trial for trial in left if read_result(trial) is None]
         if left:
             print(f"left: {len(left)} runs ({', '.join(trial.name for trial in left[:4])}{' ...' if len(left) > 4 else ''})")
-    command = f"baton experiment {word}"
+    command = f"baton experiment {word}" + (" --on cpu" if device == "cpu" and not experiment.is_computed else "")
     for line in report.write(name, experiment, made, command, out):
         print(line)
     return status

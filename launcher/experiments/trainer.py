@@ -90,6 +90,8 @@ def _train(trial: Trial, mesh: Any) -> tuple[int, str]:
             return end_attempt(attempt, status), said
     except Exception as error:
         refused, said = explained(error)
+        if refused is None:
+            traceback.print_exc()
         return refused or 1, said
     finally:
         gc.collect()  # DeepSpeed's engine is part of a cycle

@@ -15,12 +15,12 @@ from support.runs import DEADLINE_S, published
 from baton.launcher.cli import main
 from baton.launcher.errors import ConfigError
 from baton.launcher.experiments import report, statement
-from baton.launcher.experiments.cells import trials
+from baton.launcher.experiments.cells import chosen, trials
 from baton.launcher.experiments.config import ExperimentConfig, find, read_experiment, shipped
 from baton.training.monitoring.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 60
+STEPS = 40
 TINY = {
     "title": "two of a kind",
     "run": {
@@ -93,16 +93,11 @@ def test_it_is_interrupted_resumed_and_judged_and_nothing_is_run_twice(begin, tm
     assert "small/16: runs are missing or diverged" in said.read_text()
     assert not large.exists()
 
-    process, said = begin("--only", "small")
-    assert process.wait(DEADLINE_S) == 0, said.read_text()
-    assert f"step {at} of {STEPS}" in (small / "attempts" / "0002" / "rank-0.log").read_text()
-    assert [row["step"] for row in read_metrics(small / "metrics.jsonl") if row["kind"] == "train"] == list(range(1, STEPS + 1))
-    assert not large.exists()
-
     process, said = begin()
     assert process.wait(DEADLINE_S) == 0, said.read_text()
-    assert "2 runs, 1 finished before" in said.read_text()
     assert "tiny: shown" in said.read_text()
+    assert f"step {at} of {STEPS}" in (small / "attempts" / "0002" / "rank-0.log").read_text()
+    assert [row["step"] for row in read_metrics(small / "metrics.jsonl") if row["kind"] == "train"] == list(range(1, STEPS + 1))
     rows = {name: read_metrics(folder / "metrics.jsonl")[-1]["cases"] for name, folder in (("small", small), ("large", large))}
     found = json.loads((tmp_path / "pages" / "tiny.json").read_text())
     for cell in found["cells"]:
@@ -112,9 +107,15 @@ def test_it_is_interrupted_resumed_and_judged_and_nothing_is_run_twice(begin, tm
     assert found["distance"] == pytest.approx(max(100 - accuracies["small"], abs(50 - accuracies["large"])), abs=1e-3)
     page = (tmp_path / "pages" / "tiny.md").read_text()
     assert f"| small | {accuracies['small']:.4g} (100) |" in page
-    assert re.search(r"`baton experiment tiny.yaml`: 2 of 2 runs, \d+ s on CPU, commit [0-9a-f]{7}, \d{4}-\d\d-\d\d\.", page)
+    cost = r"2 of 2 runs, \d+ s on CPU, commit [0-9a-f]{7}, \d{4}-\d\d-\d\d\."
+    assert re.search(rf"`baton experiment tiny.yaml --on cpu`: {cost}", page)
     assert (tmp_path / "pages" / "tiny.png").read_bytes().startswith(b"\x89PNG")
     assert "| [tiny](tiny.md): two of a kind | shown |" in (tmp_path / "pages" / "README.md").read_text()
+
+    process, said = begin()
+    assert process.wait(DEADLINE_S) == 0
+    assert "2 runs, 2 finished before" in said.read_text()
+    assert not (large / "attempts" / "0002").exists()
 
 
 AXES = {"model": ("a", "b"), "pairs": ("4", "8")}
@@ -163,6 +164,7 @@ def test_the_rate_with_the_lowest_loss_is_shown_and_diverged_runs_are_never(monk
     monkeypatch.setattr(report, "read_result", result)
     made = trials("tiny", experiment, "cpu")
     assert [trial.name for trial in made][:3] == ["small-lr0.1-seed0", "large-lr0.1-seed0", "small-lr0.2-seed0"]
+    assert {trial.cell for trial in chosen(made, experiment, "small")} == {("small",)}
     found = report.collect("tiny", experiment, made, "")
     assert [(cell["cell"], cell["rate"], cell["seeds"]) for cell in found["cells"]] == [
         (["small"], 0.2, {"0": 5.0, "1": 15.0}),
