@@ -113,7 +113,7 @@ def judge(text: str, axes: Axes, values: Values, seeds: tuple[int, ...], distanc
                 open_.append(f"{named}: runs are missing or diverged")
                 continue
             holds = [SIGNS[sign](a, b) for a, b in zip(ours, theirs, strict=True)]
-            shown = f"{named}: {_mean(ours):.4g} against {_mean(theirs):.4g}"
+            shown = f"{named}: {_shown(left, ours)} against {_shown(right, theirs)}"
             if all(holds):
                 held += 1
             elif any(holds):
@@ -158,8 +158,11 @@ def _by_seed(
     return [by_seed[seed] + term.number for seed in seeds] if all(seed in by_seed for seed in seeds) else None
 
 
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
+def _shown(term: Term, of_seeds: list[float]) -> str:
+    """The mean over the seeds, and what the inequality adds to it."""
+    alone = term.at is None and not term.is_distance
+    added = 0.0 if alone else term.number
+    return f"{sum(of_seeds) / len(of_seeds) - added:.4g}" + (f" {'+' if added > 0 else '-'} {abs(added):g}" if added else "")
 
 
 def _some(reasons: list[str]) -> str:
