@@ -11,8 +11,8 @@ Keys and values first pass a causal convolution of d_conv tokens each, which the
 (d_conv=null) the layer has no information about the order of the tokens in a window: only the state space model's outputs depend on
 it, and they are attended from the next multiple of the window on. Until then the layer cannot associate keys with values. Two such
 layers alone learn multi-query associative recall slowly and in part: 72 % of 12 pairs after 2000 steps, against 99 % with the
-convolutions and close to 100 % in the paper's figure 2 (`baton experiment bmojo-figure-2`). A preceding layer that mixes
-neighbouring tokens, such as Mamba, helps.
+convolutions (an H100, commit 87baea9; `baton experiment bmojo-figure-2` measures it again) and close to 100 % in the paper's figure
+2. A preceding layer that mixes neighbouring tokens, such as Mamba, helps.
 
 Without eidetic tokens (B'MOJO-F) two layers alone recall little, also with the convolutions; in the paper's figure they recall more
 than Mamba. A fading token is C_s h_s, read from the state with the C of its own time s and not with the query's: a query weighs a

@@ -94,7 +94,8 @@ class BMojoConfig(HeadsConfig):
             return None
         return (
             f"its memory is first used {self.window} tokens after a document's start, so here never: the layer is attention "
-            f"without positions, and its state space has a gradient of 0; set a window below {tokens}, use longer documents, or set add_ssm_output"
+            f"without positions, and its state space has a gradient of 0; set a window below {tokens}, use longer documents, or "
+            f"set add_ssm_output"
         )
 
     def check(self, d_model: int) -> None:
