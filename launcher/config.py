@@ -227,24 +227,31 @@ def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
         key, separator, text = word.partition("=")
         if not separator or not key:
             raise ConfigError(f"{word!r} is not key=value; for example training.steps=100")
-        _put(values, key.split("."), _parse(text, word), word)
+        put_setting(values, key.split("."), _parse(text, word), word)
+    config, given = resolve(values, str(path))
+    if given is not None:
+        print(
+            f"note: training.micro_batch_size={given} does not divide the sequences that a data rank takes per step: "
+            f"cut to {config.training.micro_batch_size}",
+            file=sys.stderr,
+        )
+    return config
+
+
+def resolve(values: dict[str, Any], where: str) -> tuple[RunConfig, int | None]:
+    """The checked configuration with these values, as read from a run file, and the training.micro_batch_size that was reduced for
+    it (None: it fits). where: of the values, for errors. Raises as `RunConfig.check`."""
     if "model" in values:
-        values["model"] = _resolve_model(values["model"], str(path))
+        values = values | {"model": _resolve_model(values["model"], where)}
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {first_problem(error, RunConfig)}") from None
+        raise ConfigError(f"{where}: {first_problem(error, RunConfig)}") from None
     training = fit_micro_batch_size(config.training, config.layout.data)
     given, cut_to = config.training.micro_batch_size, training.micro_batch_size
     config = config.model_copy(update={"training": training})
     config.check()
-    if cut_to != given:
-        print(
-            f"note: training.micro_batch_size={given} does not divide the sequences that a data rank takes per step: "
-            f"cut to {cut_to}",
-            file=sys.stderr,
-        )
-    return config
+    return config, given if cut_to != given else None
 
 
 def _longer(key: str, least: int, ranks: int, training: TrainingConfig) -> str:
@@ -273,7 +280,8 @@ def _parse(text: str, word: str) -> Any:
     return value
 
 
-def _put(values: dict[str, Any], keys: list[str], value: Any, word: str) -> None:
+def put_setting(values: dict[str, Any], keys: list[str], value: Any, word: str) -> None:
+    """Sets a setting in the values of a run file by the parts of its key. word: what asks for it. Raises ConfigError."""
     if keys[0] == "model" and isinstance(values.get("model"), str) and len(keys) > 1:
         values["model"] = _resolve_model(values["model"], word)
     for key in keys[:-1]:

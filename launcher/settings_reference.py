@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
+from baton.launcher.experiments.config import ExperimentConfig
 from baton.launcher.validation import likely_setting
 
 
@@ -82,18 +83,23 @@ def lookup(words: list[str]) -> list[Group]:
 
 def markdown() -> str:
     """docs/settings.md."""
-    lines = [INTRODUCTION]
-    for group in groups():
+    experiment = tuple(_groups(ExperimentConfig, "", None))
+    return "\n".join([INTRODUCTION, *_tables(groups()), "", EXPERIMENTS, *_tables(experiment[1:], experiment[0])]) + "\n"
+
+
+def _tables(shown: tuple[Group, ...], untitled: Group | None = None) -> Iterator[str]:
+    """A table for each group; the one without a title first."""
+    for group in (untitled, *shown) if untitled else shown:
         if not group.settings:
             continue
-        lines += ["", f"## {group.title}", ""]
+        if group is not untitled:
+            yield from ("", f"## {group.title}")
         if group.about:
-            lines += [group.about, ""]
-        lines += ["| setting | values | default | |", "| --- | --- | --- | --- |"]
+            yield from ("", group.about)
+        yield from ("", "| setting | values | default | |", "| --- | --- | --- | --- |")
         for setting in group.settings:
             default = "required" if setting.default is None else f"`{setting.default}`"
-            lines.append(f"| `{setting.key}` | {_cell(setting.values)} | {_cell(default)} | {_cell(setting.description)} |")
-    return "\n".join(lines) + "\n"
+            yield f"| `{setting.key}` | {_cell(setting.values)} | {_cell(default)} | {_cell(setting.description)} |"
 
 
 KINDS = ("data", "model.mixers.NAME")
@@ -105,6 +111,11 @@ All settings of a run file. On the command line a setting is `KEY=VALUE`, as `tr
 key are nested. NAME is a name of your own: of a mixer in `model.pattern`, of a source of data. `baton settings KEY` prints a part
 of this page, for a key, a group (`baton settings training.optimizer`) or a kind of mixer (`baton settings mamba`). `make
 reference` writes this page from the classes that check a run file."""
+
+
+EXPERIMENTS = """# Settings of an experiment
+
+The file of an experiment, for `baton experiment` ([experiments.md](experiments.md)). `run` has the settings above."""
 
 
 # ------------------------------------------------------------------------------------------------------------------- the classes
@@ -196,7 +207,9 @@ def _default(field: FieldInfo) -> str | None:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
         return "{}"
-    return "null" if value is None else json.dumps(value).strip('"') if not isinstance(value, tuple) else json.dumps(list(value))
+    if isinstance(value, str):
+        return value or '""'
+    return "null" if value is None else json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def _description(field: FieldInfo) -> str:

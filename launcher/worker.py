@@ -51,7 +51,7 @@ class _Log:
 
 
 def main() -> int:
-    _die_with_parent()
+    _die_with_launcher()
     import warnings
 
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -116,7 +116,7 @@ def _import_and_fork(path: Path, start: dict[str, Any]) -> None:
     gc.collect()
     gc.freeze()  # so that a rank's garbage collector does not write to, and thereby copy, shared memory pages
     ranks.fork(start)
-    _die_with_parent()
+    _die_with_launcher()
     import torch
 
     if torch.cuda._is_in_bad_fork():  # what was imported has touched the GPU after all
@@ -252,11 +252,15 @@ def _hear_of_kernels() -> None:
     knobs.compilation.listener = heard
 
 
-def _die_with_parent() -> None:
-    """Makes this rank end when the launcher dies, also by SIGKILL (PR_SET_PDEATHSIG = 1, Linux)."""
+def die_with_parent(parent: int) -> None:
+    """Makes this process end when the one that started it dies, also by SIGKILL (PR_SET_PDEATHSIG = 1, Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get("BATON_PARENT", os.getppid())):
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_with_launcher() -> None:
+    die_with_parent(int(os.environ.get("BATON_PARENT", os.getppid())))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,13 @@ def gather_tokens(part: Tensor, shape: Sequence[int]) -> Tensor:
     return whole[: math.prod(shape)].view(*shape, part.shape[-1])
 
 
+def own_tokens(whole: Tensor) -> Tensor:
+    """This rank's part [tokens_per_rank(N), d_model] of what every rank has whole, [..., d_model] with N tokens. Each rank has the
+    gradient of its own part alone: `whole` comes from `copy_to_tensor_group`, which sums them."""
+    size = tensor_size()
+    return pad_to_parts(whole.flatten(0, -2), size).chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+
+
 def pad_to_parts(x: Tensor, tensor_size: int, value: int = 0) -> Tensor:
     """x padded with rows of `value` to equal parts."""
     missing = -len(x) % tensor_size

@@ -48,6 +48,8 @@ MOST_IMPORTERS = 20
 SHARED = (
     "kernels/protocol.py",
     "parallel/mesh.py",
+    "launcher/config.py",  # a run's configuration: every command that has to do with one reads it
+    "launcher/cli/arguments.py",  # every command is one more
     "models/settings/declarations.py",  # the settings of each kind of mixer are written in it, so a new kind is one more
 )
 

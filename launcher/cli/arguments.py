@@ -81,3 +81,15 @@ def share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
     return value
+
+
+def time_span(text: str) -> float:
+    """Seconds of 90s, 20m or 2h."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    try:
+        value = float(text[:-1])
+    except ValueError:
+        value = 0.0
+    if unit is None or not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time; write it as 90s, 20m or 2h")
+    return unit * value

@@ -11,11 +11,13 @@ Keys and values first pass a causal convolution of d_conv tokens each, which the
 (d_conv=null) the layer has no information about the order of the tokens in a window: only the state space model's outputs depend on
 it, and they are attended from the next multiple of the window on. Until then the layer cannot associate keys with values. Two such
 layers alone learn multi-query associative recall slowly and in part: 72 % of 12 pairs after 2000 steps, against 99 % with the
-convolutions and close to 100 % in the paper's figure 2 (docs/measured.md, recall). A preceding layer that mixes neighbouring
-tokens, such as Mamba, helps.
+convolutions (an H100, commit 87baea9; `baton experiment bmojo-figure-2` measures it again) and close to 100 % in the paper's figure
+2. A preceding layer that mixes neighbouring tokens, such as Mamba, helps.
 
 Without eidetic tokens (B'MOJO-F) two layers alone recall little, also with the convolutions; in the paper's figure they recall more
-than Mamba. A fading token is C_s h_s, read from the state with the C of its own time s and not with the query's.
+than Mamba. A fading token is C_s h_s, read from the state with the C of its own time s and not with the query's: a query weighs a
+few such vectors, and does not choose what is read from the state, as Mamba's does. With add_ssm_output, which the paper lacks, each
+token's own output of the state space model is added to the attention's, and the layer can do what Mamba can.
 
 The paper does not specify the following, and settings decide it: the sizes of the memories, the number and the weights of the
 outputs that the predictor averages, and the norm of its error. The paper does not specify the following either, and this code fixes
@@ -54,7 +56,7 @@ from baton.models.mixer import Mixer
 from baton.models.mixers.mamba import Mamba
 from baton.models.settings.bmojo import BMojoConfig
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from baton.parallel.tensor_group import copy_to_tensor_group
+from baton.parallel.tensor_group import copy_to_tensor_group, own_tokens
 
 _CONV = ShortConv(None)
 
@@ -91,14 +93,17 @@ class BMojo(Mixer, settings=BMojoConfig):
         )
         q = self.q_proj(x_BTM).unflatten(-1, (-1, config.head_dim))
         if self.context.sequence_parallel:
-            # the projection's input gradients are partial: gathering x sums the one of x, and this the one of the fading tokens
+            # gradients of what a rank computes are partial: gathering x sums the one of x, and this the one of the fading tokens
             fading_BTM = copy_to_tensor_group(fading_BTM)
         tokens, convs = self._convolved(self._keys_and_values(x_BTM), pos_BT, state, forward_context)
         inputs = (q, *self._by_head(tokens), *self._by_head(self._keys_and_values(fading_BTM)), score_BT)
         attention = EideticAttention(config.window, config.n_fading, config.eidetic, config.fading == "sliding")
         y, attention_state = self.run_recurrence(attention, inputs, pos_BT, attention_state, forward_context)
         final_state = {**{f"ssm.{name}": x for name, x in ssm_state.items()}, **convs, **tail, **attention_state}
-        return self.out_proj(y.flatten(2)), final_state
+        output = self.out_proj(y.flatten(2))
+        if config.add_ssm_output:
+            output = output + (own_tokens(fading_BTM) if self.context.sequence_parallel else fading_BTM)
+        return output, final_state
 
     def _predictor_weights(self, device: torch.device) -> Tensor:
         n = self.config.predictor

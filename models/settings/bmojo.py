@@ -45,7 +45,7 @@ class BMojoConfig(HeadsConfig):
         ge=2,
         description="width of the causal convolutions of keys and values, in tokens; not in the paper. The layer has no positions, "
         "so only the convolutions tell it which token came before, as recall needs. null: no convolutions, Algorithm 1 as printed; "
-        "a stack of only such layers learns recall slowly and in part (docs/measured.md, recall)",
+        "a stack of only such layers learns recall slowly and in part (`baton experiment bmojo-figure-2`)",
     )
     predictor: int = Field(
         4, ge=1, description="number of previous outputs that predict the next one; the paper says few and gives no number"
@@ -59,6 +59,12 @@ class BMojoConfig(HeadsConfig):
         "l2",
         description="norm of the prediction error over channels. l2: root mean square; l1: mean absolute value; max: maximum "
         "absolute value. The paper gives none",
+    )
+    add_ssm_output: bool = Field(
+        False,
+        description="whether each token's output of the state space model is added to the attention's; not in the paper. It is "
+        "read with the token's own C, where a fading token was read with that of a past token: so the layer recalls from the "
+        "state as Mamba does, and the state space model learns from every token, also in documents shorter than the window",
     )
     ssm: MambaConfig = Field(default_factory=MambaConfig, description="the state space model of the fading memory")
 
@@ -80,13 +86,16 @@ class BMojoConfig(HeadsConfig):
         return 2 * self.window - 1 if self.fading == "sliding" else self.n_fading
 
     def note(self, tokens: int) -> str | None:
+        if self.add_ssm_output:
+            return None
         if self.fading == "chunk" and self.fading_tokens == 0:
             return "no output of the state space model is attended (fading_tokens=0), so its gradient is 0 and it is not trained"
         if tokens > self.window:
             return None
         return (
             f"its memory is first used {self.window} tokens after a document's start, so here never: the layer is attention "
-            f"without positions, and its state space has a gradient of 0; set a window below {tokens}, or use longer documents"
+            f"without positions, and its state space has a gradient of 0; set a window below {tokens}, use longer documents, or "
+            f"set add_ssm_output"
         )
 
     def check(self, d_model: int) -> None:

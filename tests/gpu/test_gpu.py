@@ -138,7 +138,10 @@ def test_training_on_gpus_equals_training_on_the_cpu(pool, gpu_pool, layout):
     assert seen == parameters.keys()
 
 
-@pytest.mark.parametrize("mixer", [*(kind for kind in kinds() if kind != "mamba"), "groups", "qwen", "bare", "t2r", "falcon"])
+EXTRA = ("groups", "qwen", "bare", "t2r", "falcon", "added", "full_attention")
+
+
+@pytest.mark.parametrize("mixer", [*(kind for kind in kinds() if kind != "mamba"), *EXTRA])
 def test_every_mixer_trains_on_gpus_as_on_the_cpu(pool, gpu_pool, mixer):
     layout = {"tensor": 2, "data": 2} if gpu_pool.size >= 4 else {"data": 1}
     rows, parameters, _ = pool.run(steps, data=1, mixer=mixer)[0]

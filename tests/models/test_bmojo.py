@@ -163,12 +163,12 @@ def by_the_equations(layer, x):
         )
         weights = torch.einsum("hk,jhk->hj", q[t], all_k).mul(dim**-0.5).softmax(-1)
         outputs.append(torch.einsum("hj,jhk->hk", weights, all_v).flatten())
-    return torch.stack(outputs) @ layer.out_proj.weight.T
+    return torch.stack(outputs) @ layer.out_proj.weight.T + (y if config.add_ssm_output else 0)
 
 
-@pytest.mark.parametrize("d_conv", [None, 3])
-def test_outputs_and_gradients_are_the_equations(single_mesh, d_conv):
-    layer = mixer(SMALL.model_copy(update={"d_conv": d_conv}), torch.float64)
+@pytest.mark.parametrize("changes", [{"d_conv": None}, {"add_ssm_output": True}], ids=str)
+def test_outputs_and_gradients_are_the_equations(single_mesh, changes):
+    layer = mixer(SMALL.model_copy(update=changes), torch.float64)
     x, dy = (torch.randn(19, SMALL_WIDTH, generator=seeded(seed), dtype=torch.float64) for seed in (5, 6))
     y, grads, _ = run(layer, x[None], torch.arange(19)[None], [], dy[None])
     layer.zero_grad()
@@ -185,10 +185,12 @@ def test_the_default_innovation_is_the_one_it_was():
     assert (SMALL.innovation_norm, SMALL.predictor_weights) == ("l2", "halved")
 
 
-@pytest.mark.parametrize("changes", [{}, {"fading": "sliding"}, {"eidetic": 0}, {"fading_tokens": 0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"fading": "sliding"}, {"eidetic": 0}, {"fading_tokens": 0}, {"add_ssm_output": True}], ids=str
+)
 def test_a_state_space_learns_only_from_documents_that_are_longer_than_the_window(single_mesh, changes):
-    """Its gradients are exactly 0 up to the window's length and not one token later; without fading tokens they always are. The
-    note is there where they are."""
+    """Its gradients are exactly 0 up to the window's length and not one token later; without fading tokens they always are, and
+    where the state space's output is added to the attention's they never are. The note is there where they are."""
     config = SMALL.model_copy(update=changes)
     layer = mixer(config, torch.float64)
     for tokens in (config.window, config.window + 1):
@@ -199,4 +201,5 @@ def test_a_state_space_learns_only_from_documents_that_are_longer_than_the_windo
         gradients = {name: p.grad for name, p in layer.ssm.named_parameters()}
         learns = any(grad is not None and grad.any() for grad in gradients.values())
         assert learns == (config.note(tokens) is None)
-        assert learns == (tokens > config.window and changes != {"fading_tokens": 0})
+        expected = tokens > config.window and changes != {"fading_tokens": 0}
+        assert learns == (expected or changes == {"add_ssm_output": True})

@@ -44,7 +44,8 @@ pytestmark = pytest.mark.usefixtures("remote_code")
 SETTINGS = {
     "attention, whole document": {"window": None, "rope_theta": None},
     "attention, biases and norms": {"qkv_bias": True, "qk_norm": True},
-    "bmojo, sliding": {"fading": "sliding", "predictor_weights": "uniform", "innovation_norm": "l1", "d_conv": None},
+    "bmojo, sliding": {"fading": "sliding", "predictor_weights": "uniform", "innovation_norm": "l1", "d_conv": None,
+                       "add_ssm_output": True},
     "gla, without a gate": {"feature_map": "relu", "output_gate": False},
     "retnet, without a gate": {"output_gate": False},
     "gsa, converted": {"feature_map": "identity", "value_activation": None, "output_activation": None},

@@ -285,7 +285,8 @@ def bmojo(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | Non
         rows[f"fading_{part}"] = heads(linear(fading, p[f"kv_proj.{part}.weight"]), c["head_dim"])
     memory = None if state is None else {name: a for name, a in state.items() if name in _MEMORY}
     y, memory = _eidetic_attention(q, rows, score, c, pos, memory)
-    return linear(y.flatten(2).to(x.dtype), p["out_proj.weight"]), {**final, **memory}
+    out = linear(y.flatten(2).to(x.dtype), p["out_proj.weight"])
+    return out + fading if c["add_ssm_output"] else out, {**final, **memory}
 
 
 def _innovation(y: Tensor, c: Settings, pos: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
