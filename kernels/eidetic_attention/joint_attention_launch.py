@@ -117,7 +117,8 @@ def use_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
 
 def shape_of(dim: int, *, whole: bool = False) -> launch_configs.Shape:
     """The table's key. whole: attention to the whole document alone, whose loops are long."""
-    return {"dim": launch_utils.next_power_of_2(dim)} | ({"whole": 1} if whole else {})
+    shape: launch_configs.Shape = {"dim": launch_utils.next_power_of_2(dim)}
+    return {**shape, "whole": 1} if whole else shape
 
 
 def default_launch_config(dim: int, *, whole: bool) -> LaunchConfig:
