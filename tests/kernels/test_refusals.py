@@ -193,6 +193,7 @@ def test_a_state_that_does_not_fit_is_refused(recurrence: Recurrence):
     inputs, state = recurrence.example(seeded(0), 2, 5, torch.float32, wide=False)
     pos = no_starts(recurrence, 2, 5)
     op = recurrence.name.removeprefix("gated_") if "delta_rule" in recurrence.name else recurrence.name
+    op = op.replace("full_", "window_")
     for name, leaf in state.items():
         for kind, wrong in _wrong_leaves(leaf).items():
             text = _refused(lambda name=name, wrong=wrong: recurrence.run(inputs, pos, {**state, name: wrong}), op)
