@@ -40,6 +40,9 @@ FIRST = (
     "plan",
     "tests/kernels/test_read_only.py",
     "tests/training/test_grid.py",
+    "tests/training/test_segments.py",
+    "tests/training/test_sequence_parallel.py",
+    "tests/training/test_long_context.py",
     "tests/launcher/test_profile.py",
 )
 """Groups in the order in which they are begun: those that take longest, which `make test` names at its end, so that the workers

@@ -59,6 +59,15 @@ def seen_after(length: int, pos: Tensor | None, seen: Tensor) -> Tensor:
     return seen if pos is None else torch.minimum(seen, pos[:, -1].to(torch.int64) + 1)
 
 
+def last_queries(limit: Tensor, before: int, rows: int, size: int) -> Tensor:
+    """For each block of `size` rows, the number of queries up to the last one that sees any of them: int32 [B, blocks]. limit: [B,
+    T], of queries after `before` rows; it rises by at most 1 from query to query."""
+    at = torch.arange(limit.shape[1], dtype=torch.int32, device=limit.device)
+    last_rows = torch.arange(size - 1, rows + size - 1, size, dtype=torch.int32, device=limit.device)
+    first_rows = at + before - limit  # that a query sees, in ascending order
+    return torch.searchsorted(first_rows, last_rows.expand(len(limit), -1).contiguous(), right=True, out_int32=True)
+
+
 def new_tails(rows_BJ: State, sizes: dict[str, int], seen: Tensor) -> State:
     """The last `sizes` rows of each tensor, zeroed where they are not of the last token's document: a State holds nothing of
     another document.

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.attention_tails import last_queries
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
@@ -295,15 +296,9 @@ class _JointAttentionLaunch:
         """y [B, T, H, K] and the logarithm of the sum of weights, [B, H, T]."""
         y, lse = torch.empty_like(self.q), self.empty_per_token()
         self.kernels.joint_attention_forward_kernel[self.grid(self.length, self.config.queries, self.heads)](
-            *self.query_arguments,
-            y,
-            lse,
-            self.length,
-            self.memories,
-            self.scale,
-            maxnreg=self.config.registers,
-            **self.query_options,
-        )
+            *self.query_arguments, y, lse, self.length, self.memories, self.scale,
+            maxnreg=self.config.registers, **self.query_options,
+        )  # fmt: skip
         return y, lse
 
     def empty_pair(self, rows: int, adjacent: bool) -> tuple[Tensor, Tensor]:
@@ -394,15 +389,6 @@ class _JointAttentionLaunch:
             num_warps=4,
         )  # fmt: skip
         return dk, dv
-
-
-def last_queries(limit: Tensor, before: int, rows: int, size: int) -> Tensor:
-    """For each block of `size` rows, the number of queries up to the last one that sees any of them: int32 [B, blocks]. limit: [B,
-    T], of queries after `before` rows; it rises by at most 1 from query to query."""
-    at = torch.arange(limit.shape[1], dtype=torch.int32, device=limit.device)
-    last_rows = torch.arange(size - 1, rows + size - 1, size, dtype=torch.int32, device=limit.device)
-    first_rows = at + before - limit  # that a query sees, in ascending order
-    return torch.searchsorted(first_rows, last_rows.expand(len(limit), -1).contiguous(), right=True, out_int32=True)
 
 
 @cache

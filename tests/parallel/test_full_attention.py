@@ -76,7 +76,7 @@ def assert_equal(found, tokens, dtype, limit):
 
 @pytest.mark.parametrize(
     ("ranks", "spans", "segments", "options"),
-    [(2, 13, 1, {}), (3, 1, 1, {}), (3, 7, 2, {"at_once": False, "recompute": True}), (2, 6, 3, {})],
+    [(3, 1, 1, {}), (3, 7, 2, {"at_once": False, "recompute": True}), (2, 6, 3, {})],
     ids=str,
 )
 def test_ranks_and_segments_attend_as_one(pool, single_mesh, ranks, spans, segments, options):
