@@ -31,6 +31,7 @@ from baton.training.monitoring import time_ledger
 
 if TYPE_CHECKING:
     from baton.launcher.planner.automatic import Choice
+    from baton.training.run import RunSettings
 
 BEFORE_CONFIG = {"attempts", "ledger.jsonl", "checkpoints", "provenance.json", ".provenance.json.new", ".config.yaml.new"}
 """Entries that are created before config.yaml. A start that was killed before it leaves no others, so the next start continues."""
@@ -340,3 +341,20 @@ def write_whole(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.new")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
+
+
+def run_settings(config: RunConfig, attempt: Path, changed: dict[str, tuple[Any, Any]], **more: Any) -> "RunSettings":
+    """What the training loop gets of a run's configuration. attempt: its folder. changed: of `changed_since_last_start`. more:
+    other fields of RunSettings."""
+    from baton.training.run import RunSettings
+
+    return RunSettings(
+        folder=config.folder,
+        model=config.model,
+        data=config.data,
+        training=config.training,
+        config_text=config.to_yaml(),
+        attempt=int(attempt.name) if attempt.name.isdigit() else 0,
+        changed=changed,
+        **more,
+    )

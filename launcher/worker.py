@@ -164,7 +164,7 @@ def import_for(device: str) -> str:
 
 def _run(path: Path) -> None:
     from baton.launcher import ahead
-    from baton.launcher.run_directory import changed_since_last_start, read_config
+    from baton.launcher.run_directory import changed_since_last_start, read_config, run_settings
 
     config = read_config(path)
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -180,7 +180,6 @@ def _run(path: Path) -> None:
     comm_timing.set_wait_reporter(heartbeat.own_heartbeat().set_waiting)
     from baton.parallel import mesh as meshes
     from baton.training.loop import train
-    from baton.training.run import RunSettings
 
     device = meshes.local_device(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]), config.device)
     if os.environ.get(IMPORTED, device.type) != device.type:  # a driver that has GPUs, and a CUDA that does not run
@@ -213,18 +212,15 @@ def _run(path: Path) -> None:
         _hear_of_kernels()
     patience_s = PATIENCE * max(config.layout.timeout_s, config.jobs.startup_timeout_s) if watched else None
     mesh = meshes.initialize(config.layout, device=device, rank=rank, store=store, patience_s=patience_s)
-    settings = RunSettings(
-        folder=config.folder,
-        model=config.model,
-        data=config.data,
-        training=config.training,
-        config_text=config.to_yaml(),
-        attempt=int(path.parent.name) if path.parent.name.isdigit() else 0,
+    changed = changed_since_last_start(path.parent, config) if rank == 0 and path.parent.name.isdigit() else {}
+    settings = run_settings(
+        config,
+        path.parent,
+        changed,
         profile=config.profile,
         flops_per_token=flops_per_token,
         notices=notices,
         await_kernels=partial(ahead.await_node, compiler, store, rank, local_rank, _say_of_kernels),
-        changed=changed_since_last_start(path.parent, config) if rank == 0 and path.parent.name.isdigit() else {},
     )
     train(settings, mesh)
     heartbeat.own_heartbeat().beat(config.training.steps, "the end of the run")

@@ -22,7 +22,7 @@ from typing import Any
 from baton.launcher.errors import explained
 from baton.launcher.experiments.cells import Device, Trial
 from baton.launcher.processes import STOPPED, log_of
-from baton.launcher.run_directory import changed_since_last_start, end_attempt, open_attempt, read_config, write_whole
+from baton.launcher.run_directory import changed_since_last_start, end_attempt, open_attempt, read_config, run_settings, write_whole
 from baton.training import preemption
 from baton.training.monitoring import time_ledger
 from baton.training.monitoring.metrics import read_metrics
@@ -100,18 +100,9 @@ def _train(trial: Trial, mesh: Any) -> tuple[int, str]:
 def _run(trial: Trial, attempt: Path, mesh: Any) -> tuple[int, str]:
     from baton.training.errors import CheckpointError, RunError, StoppedError
     from baton.training.loop import train
-    from baton.training.run import RunSettings
 
     config = read_config(attempt / "config.yaml")
-    settings = RunSettings(
-        folder=config.folder,
-        model=config.model,
-        data=config.data,
-        training=config.training,
-        config_text=config.to_yaml(),
-        attempt=int(attempt.name),
-        changed=changed_since_last_start(attempt, config),
-    )
+    settings = run_settings(config, attempt, changed_since_last_start(attempt, config))
     failure = None
     try:
         train(settings, mesh)

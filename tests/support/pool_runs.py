@@ -33,22 +33,13 @@ def train_run(mesh, folder: str, run: str | None = None) -> str:
 
 def train_attempt(mesh, attempt: str) -> str | None:
     """Train what an attempt's folder describes; the sentence of a refusal."""
-    from baton.launcher.run_directory import changed_since_last_start, read_config
+    from baton.launcher.run_directory import changed_since_last_start, read_config, run_settings
     from baton.training.errors import RunError
     from baton.training.loop import train
-    from baton.training.run import RunSettings
 
     path = Path(attempt)
     config = read_config(path / "config.yaml")
-    settings = RunSettings(
-        folder=config.folder,
-        model=config.model,
-        data=config.data,
-        training=config.training,
-        config_text=config.to_yaml(),
-        attempt=int(path.name),
-        changed=changed_since_last_start(path, config),
-    )
+    settings = run_settings(config, path, changed_since_last_start(path, config))
     try:
         train(settings, mesh)
     except RunError as error:
