@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -130,7 +131,7 @@ class _Conductor:
         assert trial is not None
         try:
             status, said = trainer.connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # reset: it ended before it had read which run it should train
             trainer.process.join()
             status, said = 1, f"its process ended with status {trainer.process.exitcode}"
         if status == 0:
@@ -201,6 +202,8 @@ def _serve(connection: Connection, others: list[Connection], *arguments: Any) ->
     try:
         serve(connection, *arguments)
         status = 0
+    except BaseException:
+        traceback.print_exc()  # nobody else does: the process ends below
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
