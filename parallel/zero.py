@@ -4,9 +4,13 @@ The engine owns the optimizer and nothing else. Parameters are fp32; the executo
 `.grad`; `Engine.step` sums them over data x context, clips by the global norm, updates and gathers. In DeepSpeed's terms: ZeRO-0
 and ZeRO-1 with unmanaged gradient accumulation, ZeRO-2 within `coalesce_grad_reduction`. tests/parallel/test_zero.py compares all
 three with plain PyTorch and guards every version bump.
+
+With ZeRO-1 and 2 DeepSpeed partitions the parameters, sums gradients to their owners and gathers parameters; norm, clip and update
+are made here, on what it leaves: its own step copies the gradients three times and the parameters once. Parameters are fp32, so a
+rank's part of them serves as the master weights itself (`_share_masters`). With one data rank nothing is to be summed, and
+the gradients are read where they lie.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,96 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from baton.kernels.adamw import AdamWStep, adamw_step
 from baton.parallel import compat
+from baton.parallel.deepspeed_settings import DeepSpeedGroups, deepspeed_config
 from baton.parallel.errors import LayoutError
 from baton.parallel.mesh import Mesh
 from baton.parallel.param_layout import layout_of, named_layouts
 
 _CHUNK = 1 << 24  # elements of a fragment that `update_norm` works on together
-
-
-class DeepSpeedGroups:
-    """The mesh under the names that DeepSpeed asks an `mpu` for.
-
-    It must not have an attribute that begins with `get_sequence_` or is called `initialize_sequence_parallel`: DeepSpeed then
-    takes it for another kind of mpu, drops the model-parallel group and computes a wrong gradient norm.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def get_data_parallel_group(self, with_context_parallel: bool = True) -> dist.ProcessGroup:
-        return self._mesh.data_group
-
-    def get_data_parallel_world_size(self, with_context_parallel: bool = True) -> int:
-        return dist.get_world_size(self._mesh.data_group)
-
-    def get_data_parallel_rank(self, with_context_parallel: bool = True) -> int:
-        return dist.get_rank(self._mesh.data_group)
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.model_group
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._mesh.model_group)
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._mesh.model_group)
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._mesh.tensor_group
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._mesh.tensor_group)
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._mesh.tensor_group)
-
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        return dist.get_global_rank(self._mesh.tensor_group, 0)
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self._mesh.layout.pipeline
-
-
-def deepspeed_config(clip_norm: float, stage: int) -> dict[str, Any]:
-    """Every DeepSpeed setting that matters, stated.
-
-    There is no bf16 block on purpose: it would cast every parameter, also those that must stay fp32.
-    clip_norm: global gradient norm above which gradients are scaled down; 0 turns clipping off. stage: of ZeRO.
-    """
-    return {
-        # DeepSpeed checks train_batch_size = micro_batch_size * accumulation * data ranks and uses it for nothing else here.
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        # coalesce_grad_reduction insists on True; the boundary is then set by hand
-        "managed_gradient_accumulation": stage == 2,
-        # The loss is divided by the labels of the whole global batch before backward; nothing else is divided anywhere.
-        "gradient_allreduce_op": "sum",
-        "prescale_gradients": False,
-        # at stage 0 it reports no norm in fp32, so the norm and the clip are Engine's
-        "gradient_clipping": clip_norm if stage else 0.0,
-        "communication_data_type": "fp32",
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": False,
-            # at stage 2 these two send each gradient to its owner alone; without them everybody is sent everything
-            "contiguous_gradients": stage == 2,
-            "use_multi_rank_bucket_allreduce": False,
-            "reduce_scatter": True,
-            "round_robin_gradients": False,
-            "reduce_bucket_size": 500_000_000,
-            "allgather_bucket_size": 500_000_000,
-        },
-        "steps_per_print": None,
-        "wall_clock_breakdown": False,
-        # it waits for the GPU in every forward pass, which keeps the host from running ahead and cannot be recorded in a CUDA graph
-        "timers": {"throughput": {"enabled": False}},
-        "disable_allgather": False,
-        "dump_state": False,
-    }
 
 
 def parameter_groups(
@@ -163,9 +85,11 @@ class Engine:
         self._module, self._engine, self._mesh, self._clip_norm = module, engine, mesh, clip_norm
         self.stage: int = mesh.layout.zero
         self._members = members
-        self._optimizer: torch.optim.Optimizer = engine.optimizer.optimizer if self.stage else engine.optimizer
-        if self.stage == 0:
-            engine.enable_backward_allreduce = False  # its step would reduce a second time, after the clip
+        self._ranks = dist.get_world_size(mesh.data_group)
+        self._zero = engine.optimizer  # DeepSpeed's, at stage 0 the optimizer itself
+        self._optimizer: torch.optim.Optimizer = self._zero.optimizer if self.stage else engine.optimizer
+        self._fused = bool(self.stage) and isinstance(self._optimizer, torch.optim.AdamW) and mesh.device.type == "cuda"
+        self._updates = 0  # that were made, as the optimizer counts them on the device
         if self.stage == 2:
             # its hooks on the parameters hold it, and Python does not see that the parameters hold these: with them it would stay
             # for ever, and so would its process groups with their threads
@@ -182,64 +106,120 @@ class Engine:
         manager: AbstractContextManager[None] = self._engine.coalesce_grad_reduction() if self.stage == 2 else nullcontext()
         return manager
 
-    def step(self, refuse: Callable[[float], bool] = lambda norm: False) -> float:
+    def local_norms(self) -> dict[nn.Parameter, Tensor]:
+        """Norms of this rank's gradients, fp32 [], before they are summed over data x context."""
+        own = {p: p.grad for p in self._module.parameters() if p.grad is not None}
+        return dict(zip(own, torch._foreach_norm(list(own.values())), strict=True)) if own else {}
+
+    def step(
+        self, refuse: Callable[[float], bool] = lambda norm: False, norms: Mapping[nn.Parameter, Tensor] | None = None
+    ) -> float:
         """Sum gradients over data x context, clip, update, gather. Returns the norm before the clip; the gradients are gone.
 
         refuse: is asked, on all ranks and with the norm, whether to make no update; its answer must be the same on all.
+        norms: `local_norms`, if they are known and the gradients have not changed since.
         """
+        groups = self._summed_gradients()
+        if norms is None or self._ranks > 1:
+            found = [(p, grad) for gradients in groups for p, grad, _ in gradients]
+            norms = dict(zip((p for p, _ in found), torch._foreach_norm([grad for _, grad in found]), strict=True)) if found else {}
+        norm = self._global_norm(norms)
+        if not refuse(norm):
+            # the same small number as torch's clip_grad_norm_ and DeepSpeed have against a division by zero
+            clipped = self._clip_norm > 0 and norm + 1e-6 > self._clip_norm
+            self._update(groups, self._clip_norm / (norm + 1e-6) if clipped else 1.0)
+            self._updates += 1
+        del groups
+        self._drop_gradients()
+        return norm
+
+    def _summed_gradients(self) -> list[list[tuple[nn.Parameter, Tensor, int]]]:
+        """By group of the optimizer: what this rank updates, with its gradient summed over data x context and where its elements
+        lie in the group's flat partition (stage 0: 0)."""
         if self.stage == 0:
-            own = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-            self._engine.buffered_allreduce_fallback(grads=own)
-            norm = self._norm()
-            if refuse(norm):
-                for p in self._module.parameters():
-                    p.grad = None
-                return norm
-            self._clip(norm)
-            self._engine.step()
-            return norm
-        if self.stage == 2:
-            self._engine.set_gradient_accumulation_boundary(True)
-        seen: list[float] = []
-        theirs = self._engine.optimizer.scaled_global_norm
+            groups = [[(p, p.grad, 0) for p in group["params"] if p.grad is not None] for group in self.param_groups]
+            self._engine.buffered_allreduce_fallback(grads=[grad for gradients in groups for _, grad, _ in gradients])
+            return groups
+        zero = self._zero
+        if self._ranks == 1 and self.stage == 1:
+            members = [[p for p in params if p.grad is not None] for params in zero.params_in_partition]
+            return [[(p, p.grad, start_in_partition(p)) for p in params if p.grad is not None] for params in members]
+        if self.stage == 1:
+            zero.set_gradient_accumulation_boundary(True)
+            zero.reduce_gradients()
+        # behind a partition's last gradient there may be one of zeros for its padding, which nothing needs
+        return [
+            [(p, grad, start_in_partition(p)) for p, grad in zip(params, zero.averaged_gradients[n], strict=False)]
+            for n, params in enumerate(zero.params_in_partition)
+        ]
 
-        def scaled_global_norm(*args: Any, **kwargs: Any) -> Any:
-            norm = theirs(*args, **kwargs)
-            # what DeepSpeed calls an overflow has the norm -1 and leaves everything as it was
-            seen.append(float(norm) if float(norm) >= 0 else math.nan)
-            return -1.0 if refuse(seen[0]) else norm
+    def _update(self, groups: Sequence[Sequence[tuple[nn.Parameter, Tensor, int]]], scale: float) -> None:
+        """Update this rank's part of the parameters and gather the others'. scale: of the gradients."""
+        if self.stage == 0:
+            if scale != 1.0:
+                torch._foreach_mul_([grad for gradients in groups for _, grad, _ in gradients], scale)
+            self._optimizer.step()
+            return
+        flats = self._zero.single_partition_of_fp32_groups
+        if self._fused:
+            counts = list[Tensor]()
+            for settings, flat, gradients in zip(self._optimizer.param_groups, flats, groups, strict=True):
+                state, grads = self._optimizer.state[flat], [grad.contiguous() for _, grad, _ in gradients]
+                made = AdamWStep(
+                    settings["lr"], settings["betas"], settings["eps"], settings["weight_decay"], self._updates + 1, scale
+                )
+                adamw_step(flat.data, state["exp_avg"], state["exp_avg_sq"], grads, [at for _, _, at in gradients], made)
+                counts.append(state["step"])
+            torch._foreach_add_(counts, 1.0)
+        else:
+            for flat, gradients in zip(flats, groups, strict=True):
+                flat.grad = torch.zeros_like(flat)
+                for _, grad, at in gradients:
+                    flat.grad[at : at + grad.numel()] = grad.reshape(-1)
+                flat.grad *= scale
+            self._optimizer.step()
+            for flat in flats:
+                flat.grad = None
+        self._gather()
 
-        from deepspeed.utils import logger
+    def _gather(self) -> None:
+        """Every rank's part of the parameters to all ranks."""
+        zero = self._zero
+        if self._ranks > 1:
+            from deepspeed.runtime.utils import all_gather_dp_groups
 
-        self._engine.optimizer.scaled_global_norm = scaled_global_norm
-        level = logger.level
-        logger.setLevel("ERROR")  # it would say that a refused step had gradients that are not finite
-        try:
-            self._engine.step()
-        finally:
-            self._engine.optimizer.scaled_global_norm = theirs
-            logger.setLevel(level)
-        return seen[0] if seen else math.nan  # its own search for what is not finite comes before any norm
+            all_gather_dp_groups(
+                groups_flat=zero.bit16_groups_flat,
+                partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
+                dp_process_group=zero.real_dp_process_group,
+                start_alignment_factor=zero.nccl_start_alignment_factor,
+                allgather_bucket_size=zero.allgather_bucket_size,
+            )
 
-    def _with_gradients(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def _drop_gradients(self) -> None:
+        for p in self._module.parameters():
+            p.grad = None
+        if self.stage:
+            from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
-    def _norm(self) -> float:
-        """Norm of the whole gradients; a parameter counts once, on however many ranks it is."""
-        parameters = self._with_gradients()
-        chosen = [p for p in parameters if layout_of(p).split is not None or self._mesh.tensor_rank == 0]
-        counted = [p.grad for p in chosen if p.grad is not None]
+            # as DeepSpeed's own step leaves it: the next gradients are no longer added to these
+            self._zero.micro_step_id = INITIAL_MICRO_STEP_ID
+            self._zero.zero_grad(set_to_none=True)
+            for n in self._zero.averaged_gradients:
+                self._zero.averaged_gradients[n] = self._zero.all_grad_tensors[n] = None
+
+    def _global_norm(self, norms: Mapping[nn.Parameter, Tensor]) -> float:
+        """Norm of the whole gradients, of those of which this rank has parts; a parameter counts once, on however many ranks it
+        is."""
+        counted = [norm for p, norm in norms.items() if layout_of(p).split is not None or self._mesh.tensor_rank == 0]
         squares = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         if counted:
-            squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
-        dist.all_reduce(squares, group=self._mesh.model_group)
+            squares += torch.stack(counted).double().square().sum()
+        if self.stage and self._ranks > 1:
+            dist.all_reduce(squares, group=self._mesh.data_group)
+        if dist.get_world_size(self._mesh.model_group) > 1:
+            dist.all_reduce(squares, group=self._mesh.model_group)
         return float(squares.sqrt())
-
-    def _clip(self, norm: float) -> None:
-        """Scale gradients down to the clip norm."""
-        # the same small number as torch's clip_grad_norm_ and DeepSpeed have against a division by zero
-        if self._clip_norm and norm + 1e-6 > self._clip_norm:
-            torch._foreach_mul_([p.grad for p in self._with_gradients() if p.grad is not None], self._clip_norm / (norm + 1e-6))
 
     @torch.no_grad()
     def update_norm(self) -> float:
@@ -285,6 +265,7 @@ class Engine:
 
     @updates.setter
     def updates(self, count: int) -> None:
+        self._updates = count
         for counted in self.update_counts().values():
             counted.fill_(float(count))
 
@@ -305,7 +286,7 @@ class Engine:
                     yield Fragment(p, 0, *(x.detach().view(-1) for x in (p, state[p]["exp_avg"], state[p]["exp_avg_sq"])))
             return
         # the moments by the group's flat tensor: DeepSpeed's own links to optimizer fragments cover group 0 only
-        flats = self._engine.optimizer.single_partition_of_fp32_groups
+        flats = self._zero.single_partition_of_fp32_groups
         for p in self._module.parameters():
             fragment = getattr(p, "_hp_mapping", None)
             if fragment is None:
@@ -315,10 +296,25 @@ class Engine:
             yield Fragment(p, here.start, flat.detach()[own], state[flat]["exp_avg"][own], state[flat]["exp_avg_sq"][own])
 
     def masters_changed(self) -> None:
-        """Copy the master weights into the module after they were written to."""
+        """Hand the master weights to all ranks after they were written to."""
         if self.stage:
-            self._engine.optimizer.update_lp_params()
+            self._gather()
         broadcast_tied(self._module, self._mesh)
+
+
+def start_in_partition(parameter: nn.Parameter) -> int:
+    """Where this rank's elements of a parameter lie in the flat partition of its group."""
+    start: int = parameter._hp_mapping.hp_fragment_address.start  # type: ignore[attr-defined]
+    return start
+
+
+def _share_masters(zero: Any) -> None:
+    """Makes this rank's partition of the parameters the master weights: 4 bytes a number less memory, and none to copy."""
+    for n, flat in enumerate(zero.single_partition_of_fp32_groups):
+        own = zero.parallel_partitioned_bit16_groups[n][dist.get_rank(zero.real_dp_process_group[n])]
+        assert own.dtype == flat.dtype
+        assert own.shape == flat.shape
+        flat.data = own.detach()
 
 
 def _remove(hooks: Iterable[Any]) -> None:
@@ -335,12 +331,15 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=config, mpu=DeepSpeedGroups(mesh), dist_init_required=False
         )
+    if mesh.layout.zero:
+        _share_masters(engine.optimizer)
     for parameter in module.parameters():
         # DeepSpeed keeps a view of each parameter, and the view, made with a graph, the parameter's accumulator: for good that of
         # the stream on which the engine was made, whatever stream a backward pass is on
         fragment = getattr(parameter, "_hp_mapping", None)
         if fragment is not None:
-            fragment.lp_fragment = fragment.lp_fragment.detach()
+            # both are fp32, and one memory now
+            fragment.lp_fragment = fragment.hp_fragment = fragment.lp_fragment.detach()
     return Engine(module, engine, mesh, clip_norm, members)
 
 

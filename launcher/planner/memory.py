@@ -33,7 +33,7 @@ class Memory:
 
     Permanent:
         parameters, compute_copies, gradients: fp32 parameters, their copies in the compute dtype, and gradients.
-        optimizer: the two moments of the rank's parameters; from ZeRO-1 on, moments and master copy of its partition.
+        optimizer: the moments of the rank's parameters, from ZeRO-1 on of its partition.
         tokens: token ids, labels and positions of a whole step.
         lanes: the States that lanes carry from step to step with truncated backpropagation through time.
         before: a copy of the step's lane States, for a step that is rejected.
@@ -45,8 +45,7 @@ class Memory:
         inputs: hidden vectors from the previous stage for those segments.
         in_hand: the backward pass of one sub-block.
         loss: one chunk's logits, and the head's gradient.
-        buffers: buffers of the optimizer's step.
-        recorded: memory pools of passes that are recorded as CUDA graphs.
+        buffers: of the optimizer's step; recorded: memory pools of passes that are recorded as CUDA graphs.
     """
 
     parameters: int
@@ -191,6 +190,11 @@ class Arithmetic:
         return self.local_count if self.layout.zero == 0 else -(-self.local_count // self.shards)
 
     @property
+    def _bucket(self) -> int:
+        """Number of gradients in the flat copy that ranks sum; ZeRO-1 on one rank sums nothing."""
+        return 0 if self.shards == 1 and self.layout.zero == 1 else min(self.local_count, REDUCE_BUCKET)
+
+    @property
     def head_count(self) -> int:
         """Number of the head's parameters on this rank."""
         return self.model.padded_vocab_size * self.model.d_model // self.tensor
@@ -316,8 +320,7 @@ class Arithmetic:
             parameters=4 * self._held,
             compute_copies=2 * self._copied if low else 0,
             gradients=4 * self._held,
-            # without ZeRO the parameters are the masters
-            optimizer=(12 if self.layout.zero else 8) * self._part,
+            optimizer=8 * self._part,
             # as they came, and positions once more in int32
             tokens=(3 * 8 + 4) * work.tokens * self.passes,
             lanes=self.lanes,
@@ -330,8 +333,8 @@ class Arithmetic:
             recorded=activations + max(in_hand + waiting, loss) if self.training.cuda_graphs is True else 0,
             states=self.states if work.segment else 0,
             loss=loss,
-            # a bucket is flattened into a copy; later, a rank's part of the gradient
-            buffers=4 * max(min(self.local_count, REDUCE_BUCKET), self._part if self.layout.zero else 0),
+            # on a CPU a rank's part of the gradients is made one tensor
+            buffers=4 * max(self._bucket, 0 if work.gpu or not self.layout.zero else self._part),
         )
 
     # ------------------------------------------------------------------------------------------------------------------ work
@@ -341,8 +344,7 @@ class Arithmetic:
 
         A matmul runs once forwards and twice backwards; a recurrence's chunks run again in backward as well.
         Memory: what forward keeps is written, read by what follows and read again in backward, and its gradient is written and
-        read; of parameters the compute copy is read three times and a gradient made and added; the step reads and writes whole
-        gradients, Adam's parts and the parameters.
+        read; of parameters the compute copy is read three times and a gradient made and added.
         """
         work, again = self.work, int(self.training.recompute == "full")
         tokens = work.tokens * self.passes
@@ -350,7 +352,8 @@ class Arithmetic:
         matrix, vector = self._recurrences
         kept = self.activations(full_recompute=False) * (5 + 2 * again)
         weights = self._copied * (3 * work.compute_bytes + (12 if work.compute_bytes == 2 else 8))
-        update = 32 * self.local_count + 28 * self._part + (6 * self._copied if work.compute_bytes == 2 else 0)
+        summed = 20 if self._bucket else 4  # gradients: read for their norm; before, copied to a bucket and back
+        update = summed * self.local_count + 28 * self._part + (6 * self._copied if work.compute_bytes == 2 else 0)
         return Operations(
             matrix=tokens * (matmuls + (4 + again) * matrix),
             vector=tokens * (4 + again) * vector,

@@ -228,7 +228,7 @@ class Plan:
 
     def _parts(self) -> dict[str, str]:
         zero, kept = self.config.layout.zero, self.stages[self.fullest].in_flight
-        held = f"master copy and moments (ZeRO-{zero})" if zero else "moments, whole (ZeRO-0)"
+        held = f"moments of a part (ZeRO-{zero})" if zero else "moments, whole (ZeRO-0)"
         return _PARTS | {
             "optimizer": held,
             "activations": f"activations of {f'a {self._pass}' if kept == 1 else f'{kept} {self._passes}'}",

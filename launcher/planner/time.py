@@ -89,16 +89,16 @@ def speed(config: RunConfig, counted: tuple[Arithmetic, ...], cluster: Cluster) 
     """Of an optimizer step. counted: the configuration's stages."""
     waits = (len(counted) - 1) / counted[0].round
     rate = getattr(cluster.matmul_tflops, config.compute_dtype) * 1e12
-    of_stage = max((_stage_seconds(one, rate, waits, cluster) for one in counted), key=lambda seconds: sum(seconds))
+    found = [_stage_seconds(one, rate, cluster) for one in counted]
+    # a stage waits for the slowest one's passes, whichever stage the whole step waits for
+    of_stage = (*max((own for own, _ in found), key=sum), waits * max(passes for _, passes in found))
     seconds, tokens = sum(of_stage), config.training.global_batch_tokens
     useful = sum(one.useful_flops() for one in counted) * tokens / (config.layout.world_size * seconds * rate)
     return Speed(*of_stage, tokens / seconds, useful)
 
 
-def _stage_seconds(
-    arithmetic: Arithmetic, rate: float, waits: float, cluster: Cluster
-) -> tuple[float, float, float, float, float, float]:
-    """Seconds of a stage's ranks in Speed's order. waits: passes' worth of waiting for other stages, per pass."""
+def _stage_seconds(arithmetic: Arithmetic, rate: float, cluster: Cluster) -> tuple[tuple[float, float, float, float, float], float]:
+    """Seconds of a stage's ranks in Speed's order without waiting, and those of its passes, for which other stages wait."""
     sent = exchanges(arithmetic).values()
 
     def seconds(work: Operations) -> tuple[float, float, float]:
@@ -121,5 +121,5 @@ def _stage_seconds(
     exchange = each + sending(once=False, survey=True) + sending(once=True, survey=False)
     eager = sum(seconds_by_mixer(arithmetic, cluster.memory_bandwidth_tb_s).values()) if arithmetic.work.gpu else 0.0
     # the update and its communication wait for no other stage; surveys are synchronous with the forward passes
-    update, waiting = work.update / (cluster.memory_bandwidth_tb_s * 1e12), (sum(own) + eager + each) * waits
-    return matrix, elementwise, memory + update, eager, exchange, waiting
+    update = work.update / (cluster.memory_bandwidth_tb_s * 1e12)
+    return (matrix, elementwise, memory + update, eager, exchange), sum(own) + eager + each

@@ -160,7 +160,7 @@ def test_chunks_and_buckets_are_the_kernels():
     from baton.kernels.lattice import chunked as lattice
     from baton.kernels.lattice.triton_launch import LaunchConfig as LatticeLaunchConfig
     from baton.kernels.window_attention import chunked as window_attention
-    from baton.parallel.zero import deepspeed_config
+    from baton.parallel.deepspeed_settings import deepspeed_config
 
     assert cost_model.LINEAR_ATTENTION_CHUNK == linear_attention.CHUNK == slot_attention.CHUNK
     assert delta_rule.CHUNK == cost_model.DELTA_RULE_CHUNK
@@ -405,8 +405,7 @@ def test_stages_exchange_what_is_counted(measured, tied):
         for name, collective in shared.items():
             assert given.get(collective, 0) == (4 * one.head_count if tied else 0)
             assert exchange.get(name, 0) == (given.get(collective, 0) if number == (collective == "reduce_") else 0)
-        # it is one data rank, so gradients are given to all-reduces that have nothing to do
-        assert given["allreduce_"] == pytest.approx(4 * one.local_count, abs=FEW)
+        assert given["allreduce_"] <= FEW, "it is one data rank, so no gradients are summed"
 
 
 @pytest.mark.parametrize("variant", STAGED)

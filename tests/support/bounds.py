@@ -1,7 +1,7 @@
 """Checks in Triton's interpreter that kernels read and write only inside their arguments.
 
 On a GPU an out-of-bounds read usually hits another tensor and goes unnoticed. Here every address of a load or store that is not
-masked must lie in the storage of an argument.
+masked must lie in the storage of an argument, or of a tensor whose address an argument holds (`reached_by_address`).
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,19 @@ import torch
 
 class OutOfBoundsError(AssertionError):
     """A kernel touched memory that is not its arguments'; the interpreter makes an InterpreterError of it."""
+
+
+_reached: list[torch.Tensor] = []
+
+
+@contextmanager
+def reached_by_address(*tensors: torch.Tensor) -> Iterator[None]:
+    """Within it kernels may touch these tensors, which they find by addresses in a table."""
+    _reached.extend(tensors)
+    try:
+        yield
+    finally:
+        del _reached[len(_reached) - len(tensors) :]
 
 
 @contextmanager
@@ -27,7 +40,7 @@ def bounds_checked() -> Iterator[None]:
     def preparing(self, args, kwargs):
         nonlocal begins, ends, kernel
         found = prepare(self, args, kwargs)
-        tensors = [x for x in (*found[0], *found[1].values()) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in (*found[0], *found[1].values(), *_reached) if isinstance(x, torch.Tensor)]
         spans = sorted({(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors})
         begins = np.array([begin for begin, _ in spans], np.uint64)
         ends = np.array([begin + size for begin, size in spans], np.uint64)

@@ -127,7 +127,7 @@ class StepExecutor:
                 anomalies.extend(filter(None, [self.anomaly_detector.check_grad_norm(norm)]))
             return bool(anomalies) or not finite or not math.isfinite(norm)
 
-        norm, nonfinite = self.engine.step(refuse), None
+        norm, nonfinite = self.engine.step(refuse, self._norms), None
         if finite and not anomalies and not math.isfinite(norm):  # too large together
             anomalies.append("the gradients' norm is not finite, though each rank's gradients are")
         if not finite:
@@ -176,7 +176,9 @@ class StepExecutor:
             dist.all_reduce(total, group=self.mesh.data_group)
             if self.mesh.pipeline is not None:
                 self.mesh.pipeline.sum(total)
-            self._grads_finite = self._local_grads_finite()
+            # before they are summed, which spreads non-finite values to other ranks
+            self._norms = self.engine.local_norms()
+            self._grads_finite = torch.isfinite(torch.stack(list(self._norms.values()))).all()
         return total, runner.mismatched_states()
 
     def _trace_nonfinite(self, batches: Sequence[Batch[Tensor]], scale: float) -> NonFiniteReport | None:
@@ -198,12 +200,6 @@ class StepExecutor:
     def _set_learning_rate(self, lr: float | Mapping[str, float]) -> None:
         for group in self.engine.param_groups:
             group["lr"] = lr if isinstance(lr, float) else lr[group["lr_override"]]
-
-    def _local_grads_finite(self) -> Tensor:
-        """Whether this rank's gradients are finite, bool []. Taken before they are reduced, which spreads non-finite values to
-        other ranks."""
-        norms = torch._foreach_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        return torch.isfinite(torch.stack(norms)).all()
 
     def _all_ranks_finite(self, loss: Tensor) -> bool:
         """Whether loss and gradients are finite on all ranks."""

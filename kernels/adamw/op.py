@@ -1,0 +1,84 @@
+"""AdamW's update of a flat partition of parameters, whose gradients are tensors of their own.
+
+Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2, in the form of torch.optim.AdamW: decay
+first, then the step. Computed in float32. On a GPU one launch reads and writes everything once, 28 bytes a number, and scales the
+gradients on the way: PyTorch's operators take a flat copy of the gradients and another pass for the scale.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.kernels.adamw.triton_launch import adamw_step_triton
+from baton.kernels.errors import KernelError, expect_dtype, expect_tensor
+
+_KERNEL = "adamw_step"
+
+
+@dataclass(frozen=True)
+class AdamWStep:
+    """Settings of one update. step: number of the update, from 1. grad_scale: factor of the gradients."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+    grad_scale: float = 1.0
+
+    def scalars(self) -> tuple[float, ...]:
+        """What multiplies what: gradients, parameters, exp_avg and the gradient added to it, exp_avg_sq and the square added to it,
+        the root of exp_avg_sq; eps; the update."""
+        (b1, b2), t = self.betas, self.step
+        shrink = 1.0 - self.lr * self.weight_decay
+        return self.grad_scale, shrink, b1, 1.0 - b1, b2, 1.0 - b2, 1.0 / math.sqrt(1.0 - b2**t), self.eps, self.lr / (1.0 - b1**t)
+
+
+def adamw_step(
+    parameters: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grads: Sequence[Tensor], starts: Sequence[int], settings: AdamWStep
+) -> None:
+    """Updates parameters and both moments in place. Elements without a gradient stay as they are.
+
+    Args:
+        parameters: contiguous float32 [n]; exp_avg, exp_avg_sq: likewise.
+        grads: contiguous float32, of any shape; starts: where the elements of each begin in the flat tensors. They do not overlap.
+        settings: of this update.
+
+    Raises:
+        KernelError: a tensor of another shape or dtype than stated, or that is not contiguous; a gradient beyond the end.
+    """
+    for name, x in (("parameters", parameters), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        expect_tensor(_KERNEL, name, x, ("n",), (parameters.numel(),), parameters.device)
+        expect_dtype(_KERNEL, name, x, (torch.float32,))
+        if not x.is_contiguous():
+            raise KernelError(f"{_KERNEL}: {name} is not contiguous")
+    for grad, start in zip(grads, starts, strict=True):
+        if grad.dtype != torch.float32 or grad.device != parameters.device or not grad.is_contiguous():
+            raise KernelError(f"{_KERNEL}: a gradient is {grad.dtype} on {grad.device}, expected contiguous float32, as parameters")
+        if start < 0 or start + grad.numel() > parameters.numel():
+            raise KernelError(f"{_KERNEL}: a gradient covers [{start}, {start + grad.numel()}) of {parameters.numel()} elements")
+    if parameters.is_cuda:
+        adamw_step_triton(parameters, exp_avg, exp_avg_sq, grads, starts, settings.scalars())
+    else:
+        _adamw_step(parameters, exp_avg, exp_avg_sq, grads, starts, settings.scalars())
+
+
+@torch.no_grad()
+def _adamw_step(
+    parameters: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grads: Sequence[Tensor],
+    starts: Sequence[int],
+    scalars: tuple[float, ...],
+) -> None:
+    scale, shrink, b1, b1_rest, b2, b2_rest, root, eps, rate = scalars
+    for grad, start in zip(grads, starts, strict=True):
+        p, m, v = (x[start : start + grad.numel()] for x in (parameters, exp_avg, exp_avg_sq))
+        g = scale * grad.reshape(-1)
+        m.mul_(b1).add_(g, alpha=b1_rest)
+        v.mul_(b2).addcmul_(g, g, value=b2_rest)
+        p.mul_(shrink).addcdiv_(m, v.sqrt().mul_(root).add_(eps), value=-rate)

@@ -1,0 +1,52 @@
+"""AdamW's update on a GPU: launches the kernel of `triton_kernels` once for a partition, with tables of where gradients lie."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from baton.kernels.common.launch_utils import LazyModule
+
+_kernels = LazyModule("baton.kernels.adamw.triton_kernels")
+
+_BLOCK = 4096  # elements of a program
+_TABLES = 64  # kept: of each group of parameters, and of gradients that lie elsewhere in the next step
+
+
+@torch.no_grad()
+def adamw_step_triton(
+    parameters: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grads: Sequence[Tensor],
+    starts: Sequence[int],
+    scalars: tuple[float, ...],
+) -> None:
+    """As `op.adamw_step`, which checks the arguments."""
+    lengths, addresses = tuple(x.numel() for x in grads), tuple(x.data_ptr() for x in grads)
+    programs = sum(-(-n // _BLOCK) for n in lengths)
+    if not programs:
+        return
+    device = parameters.device
+    flat = (parameters.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr())
+    aligned = all(address % 16 == 0 for address in (*flat, *addresses)) and all(start % 4 == 0 for start in starts)
+    _kernels.adamw_kernel[(programs,)](
+        parameters, exp_avg, exp_avg_sq, _addresses(addresses, device), *_places(tuple(starts), lengths, device), *scalars,
+        ALIGNED=aligned, BE=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+@lru_cache(_TABLES)
+def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """The table of addresses; the same one where gradients lie where they were, as with CUDA graphs."""
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
+@lru_cache(_TABLES)
+def _places(starts: tuple[int, ...], lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tables of starts, lengths, each program's gradient, and each gradient's first program."""
+    counts = torch.tensor([-(-n // _BLOCK) for n in lengths])
+    owners = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(counts)
+    firsts = (counts.cumsum(0) - counts).to(torch.int32)
+    return tuple(x.to(device) for x in (torch.tensor(starts), torch.tensor(lengths), owners, firsts))  # type: ignore[return-value]

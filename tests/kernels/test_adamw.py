@@ -1,0 +1,72 @@
+"""AdamW's update of a partition is torch.optim.AdamW's, over several steps; the kernel too, interpreted where there is no GPU."""
+
+import pytest
+import torch
+from support.bounds import reached_by_address
+from support.compare import relative_error
+from support.recurrences import seeded
+
+from baton.kernels.adamw import AdamWStep, adamw_step
+from baton.kernels.adamw.triton_launch import adamw_step_triton
+from baton.kernels.errors import KernelError
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SETTINGS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+SCALE = 0.3
+
+
+def kernel(*tensors_and_starts):
+    *tensors, settings = tensors_and_starts
+    with reached_by_address(*tensors[3]):
+        adamw_step_triton(*tensors, settings.scalars())
+
+
+def fragments(shapes, gap):
+    """Starts and the length of a flat tensor with a gap behind each gradient."""
+    starts, end = [], 0
+    for shape in shapes:
+        starts.append(end)
+        end += torch.Size(shape).numel() + gap
+    return starts, end
+
+
+@pytest.mark.parametrize("run", [adamw_step, kernel])
+@pytest.mark.parametrize(
+    ("shapes", "gap"), [([(64, 96), (8,), (1, 20), (4096,)], 0), ([(33, 251), (7,), (0,), (1,), (5, 5)], 3)], ids=["even", "odd"]
+)
+def test_it_is_torchs(run, shapes, gap):
+    g = seeded(0)
+    starts, n = fragments(shapes, gap)
+    start_values = torch.randn(n, generator=g)
+    wanted = [start_values[at : at + torch.Size(s).numel()].double().view(s).requires_grad_() for s, at in zip(shapes, starts)]
+    optimizer = torch.optim.AdamW(wanted, **SETTINGS)
+    p, m, v = start_values.clone().to(DEVICE), torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE)
+    for step in range(1, 5):
+        grads = [torch.randn(s, generator=g) * 10.0 ** (step - 3) for s in shapes]
+        for x, grad in zip(wanted, grads, strict=True):
+            x.grad = SCALE * grad.double()
+        optimizer.step()
+        run(p, m, v, [x.to(DEVICE) for x in grads], starts, AdamWStep(**SETTINGS, step=step, grad_scale=SCALE))
+    moved = start_values.clone().double()
+    for x, at in zip(wanted, starts, strict=True):
+        moved[at : at + x.numel()] = x.detach().view(-1)
+    assert relative_error(p.double().cpu() - start_values, moved - start_values) <= 1e-5
+    for found, name in ((m, "exp_avg"), (v, "exp_avg_sq")):
+        of_torch = torch.zeros(n, dtype=torch.float64)
+        for x, at in zip(wanted, starts, strict=True):
+            of_torch[at : at + x.numel()] = optimizer.state[x][name].view(-1)
+        assert relative_error(found.double().cpu(), of_torch) <= 1e-6, name
+
+
+def test_what_it_refuses():
+    p, m, v = (torch.zeros(8) for _ in range(3))
+    settings = AdamWStep(**SETTINGS, step=1)
+    for grads, starts, said in (
+        ([torch.zeros(4)], [5], r"covers \[5, 9\) of 8"),
+        ([torch.zeros(4, dtype=torch.float64)], [0], "float64"),
+        ([torch.zeros(4, 2).T], [0], "contiguous"),
+    ):
+        with pytest.raises(KernelError, match=said):
+            adamw_step(p, m, v, grads, starts, settings)
+    with pytest.raises(KernelError, match="exp_avg_sq"):
+        adamw_step(p, m, torch.zeros(7), [], [], settings)
