@@ -1,7 +1,7 @@
 """Where a step's time went, from profiles in train_step.py's log, beside the least time that the work of each line could take.
 
-The least time follows from an H200's data sheet and from the necessary work of a category: matmul FLOPs, bytes that have to be read
-and written once per direction, or exponentials. `make tables` (tables.py) writes docs/floors.md.
+The least time follows from the card's data sheet and from the necessary work of a category: matmul FLOPs, bytes that have to be
+read and written once per direction, or exponentials. `make tables` (tables.py) writes docs/floors.md.
 """
 
 import re
@@ -30,20 +30,22 @@ MODELS = {
     "mamba-2.8b": "mamba-2.8b",
 }
 """Cases of train_step.py whose profiles the page shows, and their models in configs/models."""
-FLOPS, BYTES = 989e12, 4.8e12
-"""Rates of an H200 per second: dense bfloat16 FLOPs, bytes of memory traffic."""
+FLOPS = 989e12
+"""Dense bfloat16 FLOPs of an H100 and an H200 per second."""
+BYTES = {"H100": 3.35e12, "H200": 4.8e12}
+"""Bytes of memory traffic per second, by card."""
 EXPONENTIALS = 132 * 16 * 1.755e9
 """Exponentials per second: 16 per cycle and SM."""
 LOW, WIDE = 2, 4  # bytes of a number in the compute type, and in float32
-OF_PARAMETER = 4 + (4 + 8 + 8 + 8) + 4 + 2
-"""Bytes an update moves: the gradient for its norm; the gradient, master and moments for AdamW; the parameter and its copy."""
+OF_PARAMETER = 4 + (4 + 8 + 8 + 8)
+"""Bytes an update moves: the gradient for its norm; the gradient, parameter and moments for AdamW."""
 INTRODUCTION = """# Where a step's time goes, and the least it could take
 
-From profiles in `benchmarks/results/train_step.log`, milliseconds of one optimizer step on one H200, every kernel launched by
-itself. The least is what the data sheet's 989 TFLOP/s and 4.8 TB/s, or 16 exponentials a cycle and processor, allow for what a line
-cannot do without; `benchmarks/floors.py` counts it. A line without one could take nothing. The scans are 4.5 times their least and
-more, so none of these bounds is what binds them. B'MOJO's scans include those of its Mamba. The optimizer's least is one pass over
-everything; DeepSpeed makes several."""
+From profiles in `benchmarks/results/train_step.log`, milliseconds of one optimizer step on one card, every kernel launched by
+itself. The least is what the data sheet's 989 TFLOP/s and 3.35 TB/s (H100) or 4.8 TB/s (H200), or 16 exponentials a cycle and
+processor, allow for what a line cannot do without; `benchmarks/floors.py` counts it. A line without one could take nothing. The
+scans are more than 4 times their least, so none of these bounds is what binds them. B'MOJO's scans include those of its Mamba. The
+optimizer's least is one pass over everything, which since 2026-11-28 the update makes; before, DeepSpeed's step made several."""
 _ROW = re.compile(r"^  ([a-z][a-z ]*?) {2,}([\d,]+\.\d\d) +[\d.]+%")
 
 
@@ -55,13 +57,14 @@ class Least(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """ms by category, of a step of so many micro-batches of so many tokens, each of a sequence of `context`."""
+    """ms by category, of a step of so many micro-batches of so many tokens, each of a sequence of `context`. card: of BYTES."""
 
     case: str
     ms: dict[str, float]
     micro_batches: int
     tokens: int
     sequence_length: int
+    card: str
 
 
 def read(log: str, case: str) -> Profile:
@@ -81,10 +84,14 @@ def read(log: str, case: str) -> Profile:
         ms[row[1]] = float(row[2].replace(",", ""))
     counts = re.search(r"--micro-batches ([\d,]+)", text.splitlines()[0])
     count = max(int(n) for n in (counts[1] if counts else "1,16").split(","))
-    return Profile(f"{rows}x{sequence_length} x {count}", ms, count, rows * sequence_length, sequence_length)
+    name = log[begin.start() : log.index("\n", begin.start())]
+    card = next((card for card in BYTES if card in name), None)
+    if card is None:
+        raise ValueError(f"{LOG}: {name.strip()}: the card's memory bandwidth is not in BYTES of {Path(__file__).name}")
+    return Profile(f"{rows}x{sequence_length} x {count}", ms, count, rows * sequence_length, sequence_length, card)
 
 
-def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int) -> dict[str, Least]:
+def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int, card: str) -> dict[str, Least]:
     """The least time by category. Categories without an entry have no necessary work, or are not counted."""
     assert model.vocab_size is not None
     d, kinds = model.d_model, [model.mixers[name] for layer in model.layers for name in layer]
@@ -121,7 +128,7 @@ def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int) -> dic
             multiplied += 3 * kind.costs(d).matrix_flops
         if isinstance(kind, SwiGLUConfig):
             moved["other elementwise"] += 8 * LOW * kind.width(d)
-    least = {name: Least(tokens * n / BYTES, f"{n / 1000:,.0f} kB a token") for name, n in moved.items() if n}
+    least = {name: Least(tokens * n / BYTES[card], f"{n / 1000:,.0f} kB a token") for name, n in moved.items() if n}
     least["matmul"] = Least(6 * tokens * products / FLOPS, f"{6 * products / 1e9:,.2f} GFLOP a token")
     by_exponentials = Least(tokens * exponentials / EXPONENTIALS, f"{exponentials / 1e6:,.1f} million exponentials a token")
     by_products = Least(tokens * multiplied / FLOPS, f"{multiplied / 1e9:,.2f} GFLOP a token")
@@ -137,11 +144,11 @@ def _model(name: str) -> ModelConfig:
 def rows(name: str, profile: Profile) -> Iterator[tuple[str, float, Least | None]]:
     """(category, ms, least) of a step; at the end all together."""
     model = _model(name)
-    least = of_micro_batch(model, profile.tokens, profile.sequence_length)
+    least = of_micro_batch(model, profile.tokens, profile.sequence_length, profile.card)
     least = {category: Least(profile.micro_batches * one.seconds, one.why) for category, one in least.items()}
     count = sum(p.numel for layer in model.layers for kind in layer for p in model.mixers[kind].costs(model.d_model).parameters)
     count += model.d_model * (1 + model.padded_vocab_size * (1 if model.tie_embeddings else 2))
-    least["optimizer"] = Least(count * OF_PARAMETER / BYTES, f"{OF_PARAMETER} bytes a parameter")
+    least["optimizer"] = Least(count * OF_PARAMETER / BYTES[profile.card], f"{OF_PARAMETER} bytes a parameter")
     for category, ms in profile.ms.items():
         if ms:
             yield category, ms, least.get(category)
@@ -154,7 +161,8 @@ def page(results: Path) -> str:
     log = (results / LOG).read_text(encoding="utf-8")
     for case, name in MODELS.items():
         profile = read(log, case)
-        lines += ["", f"## {name}, {profile.case} micro-batches", ""]
+        count = f"{profile.case} micro-batch{'es' * (profile.micro_batches > 1)}"
+        lines += ["", f"## {name}, {count}, {profile.card}", ""]
         lines += ["| | ms | least | times the least | which is |", "| --- | ---: | ---: | ---: | --- |"]
         for category, ms, one in rows(name, profile):
             cells = ("", "", "") if one is None else (f"{1e3 * one.seconds:,.1f}", f"{ms / 1e3 / one.seconds:.2f}", one.why)
