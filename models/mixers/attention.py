@@ -2,7 +2,8 @@
 
 Source: Vaswani et al. 2017; Su et al. 2021 for rotary positions; Ainslie et al. 2023 for grouped-query heads; Beltagy et al. 2020
 for the sliding window; Henry et al. 2020 for normalised queries and keys, in Qwen3's form; Qiu et al. 2025 for
-the gate of the outputs ("Gated Attention for Large Language Models"), in Qwen3-Next's form. Heads are split over the tensor group.
+the gate of the outputs ("Gated Attention for Large Language Models"), in Qwen3-Next's form; OpenAI 2025, "gpt-oss", for sinks.
+Heads are split over the tensor group.
 
 Shapes: B batch, T time, M d_model.
 """
@@ -26,6 +27,7 @@ class Attention(Mixer, settings=AttentionConfig):
     config: AttentionConfig
     in_proj: ColumnParallelLinear
     qkv_bias: nn.ParameterDict
+    sinks: nn.Parameter
     q_norm: HeadRMSNorm
     k_norm: HeadRMSNorm
     out_proj: RowParallelLinear
@@ -43,7 +45,10 @@ class Attention(Mixer, settings=AttentionConfig):
         if self.config.rope_theta is not None:
             rates, magnitude = self.config.rope
             q, k = rotary(q, k, pos_BT, rates, magnitude=magnitude)
-        recurrence = FullAttention() if self.config.window is None else WindowAttention(self.config.window)
-        y, state = self.run_recurrence(recurrence, (q, k, v), pos_BT, state, forward_context)
+        has_sinks, window = self.config.sinks, self.config.window
+        recurrence = FullAttention(sinks=has_sinks) if window is None else WindowAttention(window, sinks=has_sinks)
+        # a logit per head, which every token has
+        sinks = (self.sinks.expand(*q.shape[:2], -1),) if has_sinks else ()
+        y, state = self.run_recurrence(recurrence, (q, *sinks, k, v), pos_BT, state, forward_context)
         y = y.flatten(2)
         return self.out_proj(gated(y, *gate, activation="sigmoid") if self.config.output_gate else y), state

@@ -69,6 +69,12 @@ class AttentionConfig(HeadsConfig):
         "as in Qwen3-Next",
     )
 
+    sinks: bool = Field(
+        False,
+        description="whether the softmax's sum has the exponential of a learned logit per head beside those of the scores, so that "
+        "a head may attend to nothing, as in gpt-oss",
+    )
+
     @property
     def state_grows(self) -> bool:
         return self.window is None
@@ -116,6 +122,7 @@ class AttentionConfig(HeadsConfig):
             column("in_proj", d_model, widths | ({"gate": width} if self.output_gate else {})),
             *(biases if self.qkv_bias else ()),
             *(norms if self.qk_norm else ()),
+            *((split("sinks", heads, init=Constant(0.0)),) if self.sinks else ()),
             output("out_proj", width, d_model),
         )
 
@@ -150,6 +157,7 @@ class AttentionConfig(HeadsConfig):
             ]
         if self.window is None:
             saved += [SavedTensor("outputs for other ranks", width, "compute", dealt=True)]
+            saved += [SavedTensor("sinks for other ranks", heads, "float32", dealt=True)] if self.sinks else []
         if self.qk_norm:
             for name, channels, rows in (("q_norm", width, heads), ("k_norm", kv_width, kv_heads)):
                 norm = saved_by_norm(name, channels, rows=rows)

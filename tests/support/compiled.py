@@ -428,11 +428,11 @@ def _gate_kernels():
     from baton.kernels.gate import triton_kernels
     from baton.kernels.gate.triton_launch import launch_sizes
 
-    for name in ("silu", "gelu", "sigmoid"):
-        sizes = {**launch_sizes(5632), "ACTIVATION": name}
+    for kind in ("silu", "gelu", "sigmoid"):
+        sizes = {**launch_sizes(5632), "KIND": getattr(triton_kernels, kind.upper()).value}
         warps = sizes.pop("num_warps")
-        yield f"gate {name}, forward", triton_kernels.gate_forward_kernel, sizes, warps, {}
-        yield f"gate {name}, backward", triton_kernels.gate_backward_kernel, sizes, warps, {}
+        yield f"gate {kind}, forward", triton_kernels.gate_forward_kernel, sizes, warps, {}
+        yield f"gate {kind}, backward", triton_kernels.gate_backward_kernel, sizes, warps, {}
     for name, width in (("silu", 6144), ("gates", 256)):
         sizes = {**launch_sizes(width), "LOGS": name == "gates"}
         warps, types = sizes.pop("num_warps"), {"y": "fp32"} if name == "gates" else {}

@@ -24,6 +24,7 @@ VARIANTS = {
     "attention, norms": ("attention", {"qk_norm": True}),
     "attention, gated, partly rotated": ("attention", {"output_gate": True, "rope_fraction": 0.7}),
     "attention, gated, biases, norms": ("attention", {"output_gate": True, "qkv_bias": True, "qk_norm": True}),
+    "attention, sinks": ("attention", {"sinks": True, "window": None}),
     "attention, both, without positions": ("attention", {"qkv_bias": True, "qk_norm": True, "rope_theta": None}),
     "mamba, no skip": ("mamba", {"skip": False}),
     "mamba, normalised projections": ("mamba", {"projection_norm_eps": 1e-6}),

@@ -22,8 +22,17 @@ OPTIONS = {
     "added": {"bmojo": {"add_ssm_output": True}},
     "falcon": {"mamba": {"projection_norm_eps": 1e-6}},
     "groups": {"mamba2": {"expand": 2, "n_groups": 4}, "gated_delta_net": {"v_heads": 8}},
-    "qwen": {"attention": {"qkv_bias": True, "qk_norm": True, "output_gate": True, "rope_fraction": 0.7, "rope_scaling": LLAMA3}},
-    "full_attention": {"longhorn": {}, "attention": {"window": None}},
+    "qwen": {
+        "attention": {
+            "qkv_bias": True,
+            "qk_norm": True,
+            "output_gate": True,
+            "rope_fraction": 0.7,
+            "rope_scaling": LLAMA3,
+            "sinks": True,
+        }
+    },
+    "full_attention": {"longhorn": {}, "attention": {"window": None, "sinks": True}},
     "t2r": {"gsa": {"feature_map": "identity", "value_activation": None, "output_activation": None}},
 }
 """Models with other optional parts than by default: a layer of each mixer, and its settings."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.common.attention_sinks import attention_with_sinks
 from baton.models.interchange.remote.recurrences_baton import run
 from baton.models.rope import scaled_rope
 
@@ -253,13 +254,12 @@ def attention(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State |
     length, seen = q.shape[1], k.shape[1] - q.shape[1]
     # a token sees what is at most `pos` tokens before it, which is its document, and inside the window
     distance = torch.arange(seen, seen + length, device=x.device)[:, None] - torch.arange(seen + length, device=x.device)
-    visible = (distance >= 0) & (distance <= pos[:, :, None])
-    if c["window"] is not None:
-        visible &= distance < c["window"]
-    group = q.shape[2] // k.shape[2]
-    keys, values = (a.repeat_interleave(group, dim=2).transpose(1, 2) for a in (k, v))
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible[:, None])
-    y = y.transpose(1, 2).flatten(2)
+    visible = (distance >= 0) & (distance <= pos[:, :, None]) & (distance < (c["window"] or k.shape[1]))
+    if c["sinks"]:
+        y = attention_with_sinks(q, k, v, visible, c["head_dim"] ** -0.5, p["sinks"].expand(*q.shape[:3])).flatten(2)
+    else:
+        keys, values = (a.repeat_interleave(q.shape[2] // k.shape[2], dim=2).transpose(1, 2) for a in (k, v))
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible[:, None]).transpose(1, 2).flatten(2)
     if c["output_gate"]:
         y = (precise(y) * torch.sigmoid(precise(linear(x, p["in_proj.gate.weight"])))).to(x.dtype)
     kept = k.shape[1] if c["window"] is None else min(k.shape[1], c["window"] - 1)
