@@ -10,12 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.common.attention_sinks import attention_with_sinks
 from baton.kernels.errors import REDUCED_DTYPES
 from baton.kernels.protocol import State
 
 
-def masked_attention(q_BLHK: Tensor, k_BJGK: Tensor, v_BJGK: Tensor, seen_BLJ: Tensor, scale: float) -> Tensor:
-    """Softmax attention of each query to the keys in its row of the mask, at least one: [B, L, H, K]."""
+def masked_attention(
+    q_BLHK: Tensor, k_BJGK: Tensor, v_BJGK: Tensor, seen_BLJ: Tensor, scale: float, sinks_BLH: Tensor | None = None
+) -> Tensor:
+    """Softmax attention of each query to the keys in its row of the mask, at least one: [B, L, H, K]. sinks: logits that take a
+    share of the softmax and have no value."""
+    if sinks_BLH is not None:
+        return attention_with_sinks(q_BLHK, k_BJGK, v_BJGK, seen_BLJ, scale, sinks_BLH)
     groups, dtype = q_BLHK.shape[2] // k_BJGK.shape[2], q_BLHK.dtype
     if q_BLHK.device.type == "cpu" and dtype in REDUCED_DTYPES:
         # on a CPU the fused kernel would round the weights and be no faster
@@ -29,6 +35,11 @@ def masked_attention(q_BLHK: Tensor, k_BJGK: Tensor, v_BJGK: Tensor, seen_BLJ: T
         enable_gqa=groups > 1,
     )
     return y_BHLK.transpose(1, 2).to(dtype)
+
+
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Queries and a scale of the scores above 0 that give the same scores: kernels take the maximum of unscaled scores."""
+    return (q, scale) if scale > 0 else (q * (-1 if scale < 0 else 0), abs(scale) or 1.0)
 
 
 def concat_tail(tail: Tensor, rows: Tensor) -> Tensor:

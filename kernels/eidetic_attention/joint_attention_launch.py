@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.common.attention_tails import last_queries
+from baton.kernels.common.attention_tails import last_queries, with_positive_scale
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
@@ -147,8 +147,7 @@ def joint_attention(
         window: tokens; None: everything in the history that the limit allows, and nothing else.
         scale: of the scores.
     """
-    if scale <= 0:  # the kernels take the maximum of unscaled scores
-        q, scale = q * (-1 if scale < 0 else 0), abs(scale) or 1.0
+    q, scale = with_positive_scale(q, scale)
     y: Tensor = _Joint.apply(q, k, v, *far, *sources, seen, fading, window, scale, config)
     return y
 

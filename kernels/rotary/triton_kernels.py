@@ -1,6 +1,8 @@
 """Rotation of pairs by the angles of their tokens, in Triton; the backward pass rotates by the negative angles.
 
-Shape suffixes: B batch, T tokens, H heads, K dim, P pairs (K / 2).
+Shape suffixes: B batch, T tokens, H heads, K dim, P pairs.
+
+The first 2 P channels of a head are rotated; the others, if there are any, are copied.
 
 A program handles many heads of a few tokens, so that a token's angles are loaded once for all of them.
 """
@@ -13,10 +15,10 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["T"])
 def rotary_kernel(
     x, cos, sin, y, T, x_batch, x_row, x_head, y_batch, y_row, y_head,
-    H: tl.constexpr, K: tl.constexpr, BACK: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BACK: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr,
+    BR: tl.constexpr,
 ):  # fmt: skip
     """y [B, T, H, K]: x rotated; cos, sin: [B, T, P]. BACK: by the negative angles."""
-    P: tl.constexpr = K // 2
     b, p = tl.program_id(2).to(tl.int64), tl.arange(0, BP)[None, None, :]
     t = (tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT))[:, None, None]
     h = (tl.program_id(1).to(tl.int64) * BH + tl.arange(0, BH))[None, :, None]
@@ -32,3 +34,8 @@ def rotary_kernel(
     of_y = y + b * y_batch + t * y_row + h * y_head + p
     tl.store(of_y, (first * cos_t1p - second * sin_t1p).to(y.dtype.element_ty), mask=inside)
     tl.store(of_y + P, (second * cos_t1p + first * sin_t1p).to(y.dtype.element_ty), mask=inside)
+    if K > 2 * P:
+        r = 2 * P + tl.arange(0, BR)[None, None, :]
+        others = (t < T) & (h < H) & (r < K)
+        x_thr = tl.load(x + b * x_batch + t * x_row + h * x_head + r, mask=others, other=0.0)
+        tl.store(y + b * y_batch + t * y_row + h * y_head + r, x_thr, mask=others)

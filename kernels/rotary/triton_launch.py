@@ -28,18 +28,19 @@ def use_triton(x: Tensor) -> bool:
 
 
 def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As `op.rotary`, which checks the arguments. cos, sin: of the angles, float32 [B, T, dim / 2]."""
+    """As `op.rotary`, which checks the arguments. cos, sin: of the angles, float32 [B, T, pairs]."""
     found: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos.contiguous(), sin.contiguous())
     return found
 
 
 @cache
-def launch_sizes(heads: int, dim: int) -> Mapping[str, int]:
+def launch_sizes(heads: int, dim: int, pairs: int) -> Mapping[str, int]:
     """Constants of a launch: all heads of a few tokens per program if they fit."""
-    pairs = launch_utils.next_power_of_2(dim // 2)
-    rows = max(1, _ENTRIES // (2 * pairs))
+    in_block, others = launch_utils.next_power_of_2(pairs), launch_utils.next_power_of_2(max(1, dim - 2 * pairs))
+    rows = max(1, _ENTRIES // max(2 * in_block, others))
     block = min(rows, launch_utils.next_power_of_2(heads))
-    return MappingProxyType({"H": heads, "K": dim, "BT": rows // block, "BH": block, "BP": pairs, "num_warps": 4})
+    sizes = {"H": heads, "K": dim, "P": pairs, "BT": rows // block, "BH": block, "BP": in_block, "BR": others, "num_warps": 4}
+    return MappingProxyType(sizes)
 
 
 class _Rotary(torch.autograd.Function):
@@ -65,6 +66,6 @@ class _Rotary(torch.autograd.Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, back: bool) -> None:
     """y becomes x turned, forwards or back."""
     x, (batch, length, heads, dim) = launch_utils.contiguous_last_dim(x), x.shape
-    sizes = launch_sizes(heads, dim)
+    sizes = launch_sizes(heads, dim, cos.shape[-1])
     grid = (-(-length // sizes["BT"]), -(-heads // sizes["BH"]), batch)
     _kernels.rotary_kernel[grid](x, cos, sin, y, length, *launch_utils.strides(x, y), BACK=back, **sizes)

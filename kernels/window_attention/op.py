@@ -28,6 +28,7 @@ def window_attention(
     v: Tensor,
     *,
     window: int | None,
+    sinks: Tensor | None = None,
     pos: Tensor | None = None,
     state: State | None = None,
     scale: float | None = None,
@@ -37,12 +38,16 @@ def window_attention(
 
         y_t = sum_j softmax_j(scale q_t k_{t-j}) v_{t-j},    0 <= j < window, j <= pos_t, over the tokens that have been read
 
+    With sinks the sum of the softmax's exponentials has exp(sink) as well, so that weights sum to less than 1 (OpenAI 2025,
+    "gpt-oss"; Xiao et al. 2023).
+
     Args:
         q: queries, [batch, T, heads, dim].
         k: keys, [batch, T, key heads, dim]; key heads divides heads, and each serves that many consecutive query heads.
         v: values, [batch, T, key heads, dim].
         window: number of tokens that a query sees, itself included. None: its whole document; the State then grows with every
         token.
+        sinks: a logit for each query and head, [batch, T, heads]; None: there are none.
         pos: position of each token in its document, int32 or int64 [batch, T]. None: no document starts in this segment.
         state: {k, v [batch, window - 1, key heads, dim] in k's dtype, seen int64 [batch]}, returned by an earlier call. None:
             nothing has been read, even if pos says that the document began earlier.
@@ -53,7 +58,7 @@ def window_attention(
 
     Returns:
         y, [batch, T, heads, dim] in q's dtype, and the final State; rows that are not of the last token's document are 0. Both
-        carry exact gradients to q, k, v and the State's keys and values. Double backward is not supported.
+        carry exact gradients to q, k, v, sinks and the State's keys and values. Double backward is not supported.
 
     Raises:
         KernelError: an argument has another shape, dtype or device than stated, by name; T = 0.
@@ -68,7 +73,9 @@ def window_attention(
     if heads % groups:
         raise KernelError(f"{_KERNEL}: k has shape {tuple(k.shape)}, expected a number of key heads that divides {heads} heads")
     expect_tensor(_KERNEL, "v", v, axes, (batch, length, groups, dim), device)
-    expect_one_precision(_KERNEL, q=q, k=k, v=v)
+    if sinks is not None:
+        expect_tensor(_KERNEL, "sinks", sinks, ("batch", "T", "heads"), (batch, length, heads), device)
+    expect_one_precision(_KERNEL, q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
     if window is not None and window < 1:
         raise KernelError(f"{_KERNEL}: window is {window}, expected at least 1, or None for all of the document")
     if pos is not None:
@@ -82,45 +89,50 @@ def window_attention(
     scale = dim**-0.5 if scale is None else scale
     if length >= SHORT and use_triton(q, state_dtype(q, k, v)):
         return window_attention_triton(
-            q, k, v, window=window, pos=pos, state=state, scale=scale, fresh=fresh, need_final_state=need_final_state
+            q, k, v, window=window, pos=pos, state=state, scale=scale, sinks=sinks, fresh=fresh, need_final_state=need_final_state
         )
-    return window_attention_chunked(q, k, v, window=window, pos=pos, state=state, scale=scale, need_final_state=need_final_state)
+    return window_attention_chunked(
+        q, k, v, window=window, pos=pos, state=state, scale=scale, sinks=sinks, need_final_state=need_final_state
+    )
 
 
-def full_attention_forward(q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+def full_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, sinks: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Attention without a window of the last T of N + T tokens, outside of autograd, for callers that keep the keys elsewhere.
 
     q: [batch, T, heads, dim]. k, v: [batch, N + T, key heads, dim], all of the tokens that were read. pos: of the queries, [batch,
-    T]. Returns y, [batch, T, heads, dim], and what `full_attention_backward` reads besides q, k, v and y.
+    T]. sinks: [batch, T, heads] or None. Returns y, [batch, T, heads, dim], and what `full_attention_backward` reads besides the
+    arguments and y.
     """
     scale = q.shape[-1] ** -0.5
     if use_triton(q, state_dtype(q, k, v)):
-        y, lse = full_attention_triton(q, k, v, pos, scale=scale)
+        y, lse = full_attention_triton(q, k, v, pos, sinks, scale=scale)
         return y, (lse,)
     with torch.no_grad():
-        return _full_attention_chunked(q, k, v, pos), ()
+        return _full_attention_chunked(q, k, v, pos, sinks), ()
 
 
 def full_attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, y: Tensor, saved: tuple[Tensor, ...], dy: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `full_attention_forward`, in their shapes and dtypes, for the gradient dy of y."""
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, y: Tensor, saved: tuple[Tensor, ...], dy: Tensor,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k, v and, if there are any, sinks of `full_attention_forward`, in their shapes and dtypes, for the gradient
+    dy of y."""
     if saved:
         (lse,) = saved
-        return full_attention_backward_triton(q, k, v, pos, y, lse, dy, scale=q.shape[-1] ** -0.5)
+        return full_attention_backward_triton(q, k, v, pos, y, lse, dy, sinks, scale=q.shape[-1] ** -0.5)
     with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        dq, dk, dv = torch.autograd.grad(_full_attention_chunked(q, k, v, pos), (q, k, v), dy)
-    return dq, dk, dv
+        q, k, v, *given = (x.detach().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,))))
+        return torch.autograd.grad(_full_attention_chunked(q, k, v, pos, *given), (q, k, v, *given), dy)
 
 
-def _full_attention_chunked(q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None) -> Tensor:
+def _full_attention_chunked(q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, sinks: Tensor | None = None) -> Tensor:
     n = k.shape[1] - q.shape[1]
     state = {"k": k[:, :n], "v": v[:, :n], "seen": torch.full((q.shape[0],), n, dtype=torch.int64, device=q.device)}
     scale = q.shape[-1] ** -0.5
-    return window_attention_chunked(q, k[:, n:], v[:, n:], window=None, pos=pos, state=state, scale=scale, need_final_state=False)[
-        0
-    ]
+    own = q, k[:, n:], v[:, n:]
+    return window_attention_chunked(*own, window=None, pos=pos, state=state, scale=scale, sinks=sinks, need_final_state=False)[0]
 
 
 def empty(k: Tensor, v: Tensor, rows: int) -> State:

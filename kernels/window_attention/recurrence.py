@@ -15,33 +15,48 @@ from baton.kernels.window_attention.reference import window_attention_reference
 
 @dataclass(frozen=True)
 class WindowAttention(Recurrence):
-    """Inputs q, k, v along time; State {k, v [batch, window - 1, key heads, dim], seen [batch]}. See `op.window_attention`."""
+    """Inputs q, with sinks also those, k, v along time; State {k, v [batch, window - 1, key heads, dim], seen [batch]}. See
+    `op.window_attention`. grouped: whether examples have fewer key heads."""
 
     window: int | None
     grouped: bool = False
-    input_names = ("q", "k", "v")
-    num_time_inputs = 3
+    sinks: bool = False
     bfloat16_limit = 2e-2  # on a GPU the fused attention also rounds its weights
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"window_attention-{self.window}{'-grouped' if self.grouped else ''}"
+        return f"window_attention-{self.window}{self._variant}"
+
+    @property
+    def _variant(self) -> str:
+        return f"{'-grouped' if self.grouped else ''}{'-sinks' if self.sinks else ''}"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("q", "sinks", "k", "v") if self.sinks else ("q", "k", "v")
+
+    @property
+    def num_time_inputs(self) -> int:  # type: ignore[override]
+        return len(self.input_names)
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
-        return tail_state_specs(inputs[1], inputs[2], self.window)
+        k, v = inputs[-2:]
+        return tail_state_specs(k, v, self.window)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        return window_attention(*inputs, window=self.window, pos=pos, state=state)
+        qkv, sinks = _parted(inputs)
+        return window_attention(*qkv, window=self.window, sinks=sinks, pos=pos, state=state)
 
     def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
-        return window_attention(*inputs, window=self.window, pos=pos, state=state, need_final_state=False)[0]
+        qkv, sinks = _parted(inputs)
+        return window_attention(*qkv, window=self.window, sinks=sinks, pos=pos, state=state, need_final_state=False)[0]
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        scale = inputs[0].shape[-1] ** -0.5
-        return window_attention_reference(*inputs, window=self.window, pos=pos, state=state, scale=scale)
+        scale, (qkv, sinks) = inputs[0].shape[-1] ** -0.5, _parted(inputs)
+        return window_attention_reference(*qkv, window=self.window, pos=pos, state=state, scale=scale, sinks=sinks)
 
     def tail_state(self, inputs: Inputs, pos: Tensor | None) -> State | None:
-        _, k, v = inputs
+        k, v = inputs[-2:]
         if self.window is None or k.shape[1] < self.window - 1:
             return None
         rows = self.window - 1
@@ -57,36 +72,46 @@ class WindowAttention(Recurrence):
         # lanes that have read less than their tail holds, as much, and more; rows that were not read are not 0 here
         seen = torch.tensor([rows + 40, max(0, rows - 2), rows])[:batch]
         state = {"k": normal(batch, rows, groups, dim), "v": normal(batch, rows, groups, dim), "seen": seen}
-        return (3 * normal(batch, length, heads, dim), normal(*shape), normal(*shape)), state
+        sinks = (2 * normal(batch, length, heads),) if self.sinks else ()
+        return (3 * normal(batch, length, heads, dim), *sinks, normal(*shape), normal(*shape)), state
 
 
 @dataclass(frozen=True)
 class FullAttention(WindowAttention, GatheredRecurrence):
-    """Attention to the whole document: `WindowAttention` without a window. Inputs q, k, v along time; State {k, v [batch, tokens
-    read, key heads, dim], seen [batch]}, which grows with every token."""
+    """Attention to the whole document: `WindowAttention` without a window. Inputs are the same; State {k, v [batch, tokens read,
+    key heads, dim], seen [batch]}, which grows with every token."""
 
     window: None = None
-    num_queries = 1
+
+    @property
+    def num_queries(self) -> int:  # type: ignore[override]
+        return 2 if self.sinks else 1
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"full_attention{'-grouped' if self.grouped else ''}"
+        return f"full_attention{self._variant}"
 
     def attend(self, queries: Inputs, gathered: Inputs, pos: Tensor | None) -> tuple[Tensor, Inputs]:
-        (q,), (k, v) = queries, gathered
-        return full_attention_forward(q, k, v, pos)
+        (q, *sinks), (k, v) = queries, gathered
+        return full_attention_forward(q, k, v, pos, *sinks)
 
     def attend_backward(
         self, queries: Inputs, gathered: Inputs, pos: Tensor | None, y: Tensor, saved: Inputs, dy: Tensor
     ) -> tuple[Inputs, Inputs]:
-        (q,), (k, v) = queries, gathered
-        dq, dk, dv = full_attention_backward(q, k, v, pos, y, saved, dy)
-        return (dq,), (dk, dv)
+        (q, *sinks), (k, v) = queries, gathered
+        dq, dk, dv, *dsinks = full_attention_backward(q, k, v, pos, y, saved, dy, *sinks)
+        return (dq, *dsinks), (dk, dv)
 
     def span_state(self, inputs: Inputs, pos: Tensor | None) -> State:
-        _, k, v = inputs
+        k, v = inputs[-2:]
         seen = seen_after(k.shape[1], pos, torch.zeros(k.shape[0], dtype=torch.int64, device=k.device))
         return {"k": k, "v": v, "seen": seen}
+
+
+def _parted(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
+    """q, k and v, and the sinks or None."""
+    q, *sinks, k, v = inputs
+    return (q, k, v), sinks[0] if sinks else None
 
 
 def tail_state_specs(k: Tensor, v: Tensor, window: int | None) -> tuple[StateSpec, ...]:
@@ -99,4 +124,4 @@ def tail_state_specs(k: Tensor, v: Tensor, window: int | None) -> tuple[StateSpe
     )
 
 
-RECURRENCES = (WindowAttention(5), WindowAttention(8, grouped=True), FullAttention())
+RECURRENCES = (WindowAttention(5), WindowAttention(8, grouped=True, sinks=True), FullAttention())

@@ -12,7 +12,15 @@ from baton.kernels.protocol import State
 
 
 def window_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None,
+    pos: Tensor | None,
+    state: State | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, State]:
     """As `op.window_attention`; nothing is checked."""
     batch, length, heads = q.shape[:3]
@@ -33,7 +41,10 @@ def window_attention_reference(
             # [H, reach, K]: each key head serves a group of query heads
             K = torch.stack(keys[len(keys) - reach :], dim=1).repeat_interleave(heads // k.shape[2], dim=0)
             V = torch.stack(values[len(values) - reach :], dim=1).repeat_interleave(heads // k.shape[2], dim=0)
-            weights = torch.softmax(scale * torch.einsum("hk,hjk->hj", q[b, t], K), dim=-1)
+            scores = scale * torch.einsum("hk,hjk->hj", q[b, t], K)
+            if sinks is not None:  # one more key, of this logit, whose value is 0
+                scores = torch.cat((scores, sinks[b, t, :, None]), dim=-1)
+            weights = torch.softmax(scores, dim=-1)[:, :reach]
             outputs.append(torch.einsum("hj,hjk->hk", weights, V))
         lanes.append((torch.stack(outputs), keys, values, seen))
     size = length if window is None else window - 1

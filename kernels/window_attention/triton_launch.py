@@ -1,12 +1,20 @@
 """Window attention on a GPU: the joint attention of `eidetic_attention` with a window alone.
 
 Visibility is a matter of distances, so there are no masks, and keys outside a token's window or document are not read.
+
+The kernels do not know of sinks. A sink has no value, so it only adds to the sum of exponentials: outputs are scaled by the share
+that it leaves. The gradient of a score is its weight times the difference of dy v and dy y, with sinks as without; so the kernels
+of the backward pass need nothing but the scaled outputs and the larger sum.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from baton.kernels.common.attention_tails import concat_tail, new_tails, seen_after
+from baton.kernels.common.attention_tails import concat_tail, new_tails, seen_after, with_positive_scale
+from baton.kernels.common.elementwise import LOG2_E
 from baton.kernels.compile import launch_configs
 from baton.kernels.eidetic_attention.joint_attention_launch import (
     KERNEL,
@@ -25,8 +33,8 @@ SHORT = 16
 
 
 def window_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State, scale: float, fresh: bool = False,
-    config: LaunchConfig | None = None, need_final_state: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State, scale: float,
+    sinks: Tensor | None = None, fresh: bool = False, config: LaunchConfig | None = None, need_final_state: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.window_attention`, which checks the arguments. fresh: nothing has been read, so there is no tail before the keys."""
     length, before, seen = q.shape[1], state["k"].shape[1], state["seen"]
@@ -36,8 +44,12 @@ def window_attention_triton(
     if window is not None:
         limit = limit.clamp(max=window - 1)
     keys, values = (k, v) if fresh else (concat_tail(state[name], x) for name, x in (("k", k), ("v", v)))
-    near = Visibility(limit.contiguous())
-    y = joint_attention(q, keys.to(q.dtype), values.to(q.dtype), near, window=window, scale=scale, config=config)
+    limit, of_q = limit.contiguous(), (q, keys.to(q.dtype), values.to(q.dtype))
+    if sinks is None:
+        y = joint_attention(*of_q, Visibility(limit), window=window, scale=scale, config=config)
+    else:
+        q, scale = with_positive_scale(q, scale)
+        y = _WithSinks.apply(sinks, q, *of_q[1:], limit, scale, config)
     if not need_final_state:
         return y, {}
     rows, seen = before + length if window is None else before, seen_after(length, pos, seen)
@@ -49,23 +61,55 @@ def window_attention_triton(
 
 
 def full_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, *, scale: float, config: LaunchConfig | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, sinks: Tensor | None = None, *, scale: float,
+    config: LaunchConfig | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `op.full_attention_forward`, which checks the arguments."""
     config = config or _launch_config(q, k, None)
-    return history_attention(q, k.to(q.dtype), v.to(q.dtype), _whole_limit(q, k, pos), scale=scale, config=config)
+    y, lse = history_attention(q, k.to(q.dtype), v.to(q.dtype), _whole_limit(q, k, pos), scale=scale, config=config)
+    return (y, lse) if sinks is None else _add_sinks(y, lse, sinks)
 
 
 def full_attention_backward_triton(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, y: Tensor, lse: Tensor, dy: Tensor, *, scale: float,
-    config: LaunchConfig | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, y: Tensor, lse: Tensor, dy: Tensor, sinks: Tensor | None = None, *,
+    scale: float, config: LaunchConfig | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """As `op.full_attention_backward`."""
     config, limit = config or _launch_config(q, k, None), _whole_limit(q, k, pos)
     dq, dk, dv = history_attention_backward(
         q, k.to(q.dtype), v.to(q.dtype), limit, y, lse, dy.to(q.dtype), scale=scale, config=config
     )
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), *(() if sinks is None else (_sink_gradients(y, lse, dy, sinks),))
+
+
+class _WithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, config: LaunchConfig
+    ) -> Tensor:
+        y, lse = _add_sinks(*history_attention(q, k, v, limit, scale=scale, config=config), sinks)
+        ctx.save_for_backward(sinks, q, k, v, limit, y, lse)
+        ctx.scale, ctx.config = scale, config
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        sinks, q, k, v, limit, y, lse = ctx.saved_tensors
+        found = history_attention_backward(q, k, v, limit, y, lse, dy, scale=ctx.scale, config=ctx.config)
+        return _sink_gradients(y, lse, dy, sinks), *found, None, None, None
+
+
+def _add_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs [B, T, H, K], in place, and logarithms to base 2 of the sums [B, H, T], with sinks [B, T, H] from those without."""
+    total = torch.logaddexp2(lse, LOG2_E * sinks.transpose(1, 2).to(lse.dtype))
+    return y.mul_(torch.exp2(lse - total).transpose(1, 2).unsqueeze(-1)), total
+
+
+def _sink_gradients(y: Tensor, lse: Tensor, dy: Tensor, sinks: Tensor) -> Tensor:
+    """Of y and lse with sinks: a sink has no value, so what its weight w changes is the share of the others, -w dy y."""
+    weights = torch.exp2(LOG2_E * sinks.to(lse.dtype) - lse.transpose(1, 2))
+    return (-weights * (dy.to(lse.dtype) * y).sum(-1)).to(sinks.dtype)
 
 
 def _launch_config(q: Tensor, k: Tensor, window: int | None) -> LaunchConfig:

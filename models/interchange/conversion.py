@@ -34,6 +34,10 @@ def _linear(attention: AttentionConfig, sizes: Widths) -> dict[str, Any]:
 def _retnet(attention: AttentionConfig, sizes: Widths) -> dict[str, Any]:
     if attention.rope_theta is None:
         raise InterchangeError("attention without positions is not converted to retnet, which has rotary ones; choose gla")
+    if attention.rope_fraction != 1 or attention.rope_scaling is not None:
+        raise InterchangeError(
+            "attention with rope_fraction or rope_scaling is not converted to retnet, which has neither; choose gla"
+        )
     return {**_linear(attention, sizes), "rope_theta": attention.rope_theta}
 
 
@@ -62,7 +66,7 @@ def convert(
         target: one of TARGETS. Keys and values that several heads share are repeated for each, but for gsa, whose heads share them.
         keep_attention: of every so many layers the last keeps its attention; 0: none does.
 
-    Raises InterchangeError for another model, and for attention that has biases or norms of its own.
+    Raises InterchangeError for another model, and for attention that has biases, norms, a gate or sinks of its own.
     """
     if target not in TARGETS:
         raise InterchangeError(f"there is no conversion to {target}; known: {', '.join(TARGETS)}")
@@ -72,8 +76,10 @@ def convert(
     (name,) = names
     attention, mlp = model.mixers[name], model.period[0][1]
     assert isinstance(attention, AttentionConfig)
-    if attention.qkv_bias or attention.qk_norm:
-        raise InterchangeError("attention with qkv_bias or qk_norm is not converted: a recurrent mixer has neither")
+    if attention.qkv_bias or attention.qk_norm or attention.output_gate or attention.sinks:
+        raise InterchangeError(
+            "attention with qkv_bias, qk_norm, output_gate or sinks is not converted: a recurrent mixer has none of them"
+        )
     sizes = (*attention.head_counts(model.d_model), attention.head_dim)
     kept = [number for number in range(model.n_layers) if keep_attention and (number + 1) % keep_attention == 0]
     pattern = [f"{target}+{mlp}"] * max(1, keep_attention)

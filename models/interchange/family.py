@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from baton.models.config import ModelConfig
-from baton.models.interchange.mapping import InterchangeError, TensorMap, one
+from baton.models.interchange.mapping import InterchangeError, TensorMap
 from baton.models.settings import MixerConfig
 from baton.models.settings.declarations import ParameterDeclaration
 
@@ -19,6 +19,7 @@ class Family(ABC):
         kinds: the sub-blocks of each layer, by kind of mixer.
         float32_only: ends of names whose tensors stay float32 in an export of a lower precision, for the recurrences' sake.
         embedding, final_norm, head: names of tensors outside the layers.
+        final_norm_offset: what is added to that norm's weight.
     """
 
     library: ClassVar[str]
@@ -28,6 +29,7 @@ class Family(ABC):
     float32_only: ClassVar[tuple[str, ...]] = ()
     embedding: ClassVar[str]
     final_norm: ClassVar[str]
+    final_norm_offset: ClassVar[float] = 0.0
     head: ClassVar[str] = "lm_head.weight"
 
     def reads(self, config: Mapping[str, Any]) -> bool:
@@ -76,7 +78,7 @@ class Family(ABC):
         found = [TensorMap(self.embedding, (("embedding.weight", shape),), rows=rows)]
         for number in range(model.n_layers):
             found += self.layer(model, number)
-        found.append(one(self.final_norm, "norm.weight", model.d_model))
+        found.append(TensorMap(self.final_norm, (("norm.weight", (model.d_model,)),), offset=self.final_norm_offset))
         if not model.tie_embeddings:
             found.append(TensorMap(self.head, (("head.weight", shape),), rows=rows))
         return found

@@ -6,8 +6,12 @@ from typing import Any, ClassVar
 from baton.models.config import ModelConfig
 from baton.models.interchange.family import Family, only, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
+from baton.models.interchange.rope import read_rope, write_rope
 from baton.models.settings.attention import AttentionConfig
 from baton.models.settings.swiglu import SwiGLUConfig
+
+PLAIN: dict[str, Any] = {"qkv_bias": False, "qk_norm": False, "output_gate": False, "sinks": False, "rope_fraction": 1.0}
+"""Settings of attention that some formats cannot say, with the values they have there."""
 
 
 class Llama(Family):
@@ -15,8 +19,8 @@ class Llama(Family):
     architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
     model_type = "llama"
     kinds = ("attention", "swiglu")
-    options: ClassVar[dict[str, bool]] = {"qkv_bias": False, "qk_norm": False}
-    """Settings of the attention in this format."""
+    options: ClassVar[dict[str, Any]] = PLAIN
+    """Settings of the attention in this format, which has no other values of them."""
     default_kv_heads: ClassVar[int | None] = None
     """Where config.json has no num_key_value_heads; None: as many as heads."""
     embedding = "model.embed_tokens.weight"
@@ -29,12 +33,17 @@ class Llama(Family):
         width, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
         # null is as many as heads, a missing key is the class's default
         kv_heads = config.get("num_key_value_heads", self.default_kv_heads) or heads
+        rope = read_rope(config)
+        if rope["rope_fraction"] != 1:
+            raise InterchangeError(
+                f"config.json: partial_rotary_factor={rope['rope_fraction']!r}: {self.library} ignores it; remove it"
+            )
         attention = {
             "kind": "attention",
             "head_dim": config.get("head_dim") or width // heads,
             "heads": heads,
             "kv_heads": kv_heads,
-            "rope_theta": _rope_theta(config),
+            **rope,
             "window": self._window(config),
             **self.options,
         }
@@ -53,8 +62,6 @@ class Llama(Family):
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         attention, swiglu = _parts(model, 0)
-        if attention.rope_theta is None:
-            raise InterchangeError("rope_theta=null, attention without positions, is not in this format")
         heads = attention.head_counts(model.d_model)
         return {
             **self.sizes(model),
@@ -62,8 +69,7 @@ class Llama(Family):
             "num_attention_heads": heads[0],
             "num_key_value_heads": heads[1],
             "head_dim": attention.head_dim,
-            "rope_theta": attention.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope_theta},
+            **write_rope(attention),
             "intermediate_size": swiglu.width(model.d_model),
             "attention_bias": False,
             "mlp_bias": False,
@@ -74,7 +80,10 @@ class Llama(Family):
         return self._has_options(model) and _parts(model, 0)[0].window is None
 
     def _has_options(self, model: ModelConfig) -> bool:
-        return Family.fits(self, model) and all(getattr(_parts(model, 0)[0], key) == on for key, on in self.options.items())
+        if not Family.fits(self, model):
+            return False
+        attention = _parts(model, 0)[0]
+        return attention.rope_theta is not None and all(getattr(attention, key) == on for key, on in self.options.items())
 
     def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
         attention, swiglu = _parts(model, number)
@@ -125,7 +134,7 @@ class Qwen2(Llama):
     library = "transformers, Qwen2ForCausalLM"
     architectures: ClassVar[tuple[str, ...]] = ("Qwen2ForCausalLM",)
     model_type = "qwen2"
-    options: ClassVar[dict[str, bool]] = {"qkv_bias": True, "qk_norm": False}
+    options: ClassVar[dict[str, Any]] = PLAIN | {"qkv_bias": True}
     default_kv_heads = 32
 
     def _window(self, config: Mapping[str, Any]) -> int | None:
@@ -145,7 +154,7 @@ class Qwen3(Qwen2):
     library = "transformers, Qwen3ForCausalLM"
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3ForCausalLM",)
     model_type = "qwen3"
-    options: ClassVar[dict[str, bool]] = {"qkv_bias": False, "qk_norm": True}
+    options: ClassVar[dict[str, Any]] = PLAIN | {"qk_norm": True}
 
     def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return super().model({"head_dim": 128, **config})
@@ -159,12 +168,3 @@ def _parts(model: ModelConfig, number: int) -> tuple[AttentionConfig, SwiGLUConf
     assert isinstance(attention, AttentionConfig)
     assert isinstance(swiglu, SwiGLUConfig)
     return attention, swiglu
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of the rotary angles, where nothing scales them. transformers 5 has it under rope_parameters."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise InterchangeError(f"config.json: rope_type={kind!r}: Baton's attention has unscaled rotary positions alone")
-    return float(rope.get("rope_theta") or config.get("rope_theta") or 1e4)

@@ -24,6 +24,8 @@ class TensorMap:
     dimension of size 1 that Baton's does not, as a convolution's weight; None: nowhere. rows: of a vocabulary, how many of Baton's
     first rows the other format has; the others are padding, which is 0. None: all. by_group: name of a part whose rows are of two
     kinds and so many groups, by group in Baton's tensor and by kind in the other format's (B and C of Mamba-2); None: of none.
+    by_head: number of heads, each of which has rows in every part; theirs lie by head, then by part. None: by part alone. offset:
+    what Baton's numbers are more than the other format's, as for norms that add 1 to their weight.
     """
 
     theirs: str
@@ -31,6 +33,8 @@ class TensorMap:
     axis: int | None = None
     rows: int | None = None
     by_group: tuple[str, int] | None = None
+    by_head: int | None = None
+    offset: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,7 +50,12 @@ class TensorMap:
         for name, shape in self.parts:
             _check(name, ours, shape)
         pieces = [self._reordered(name, ours[name], ours=False) for name, _ in self.parts]
-        found = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        if self.by_head is not None:
+            found = torch.cat([x.unflatten(0, (self.by_head, -1)) for x in pieces], dim=1).flatten(0, 1)
+        else:
+            found = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        if self.offset:
+            found = found - self.offset
         if self.rows is not None:
             found = found[: self.rows]
         return (found if self.axis is None else found.unsqueeze(self.axis)).contiguous()
@@ -62,7 +71,14 @@ class TensorMap:
             padded = whole.new_zeros(shape)
             padded[: self.rows] = whole
             return {name: padded}
-        pieces = whole.split([shape[0] for _, shape in self.parts])
+        if self.offset:
+            whole = whole.float() + self.offset
+        counts = [shape[0] for _, shape in self.parts]
+        if self.by_head is not None:
+            pieces = whole.unflatten(0, (self.by_head, -1)).split([count // self.by_head for count in counts], dim=1)
+            pieces = tuple(x.flatten(0, 1) for x in pieces)
+        else:
+            pieces = whole.split(counts)
         return {name: self._reordered(name, x, ours=True).contiguous() for (name, _), x in zip(self.parts, pieces, strict=True)}
 
     def _reordered(self, name: str, x: Tensor, *, ours: bool) -> Tensor:

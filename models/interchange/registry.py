@@ -10,6 +10,7 @@ from baton.models.interchange.llama import Llama, Mistral, Qwen2, Qwen3
 from baton.models.interchange.mamba import FalconMamba, Mamba, Mamba2
 from baton.models.interchange.mamba_ssm import ReleasedMamba, ReleasedMamba2
 from baton.models.interchange.mapping import InterchangeError
+from baton.models.interchange.qwen3_next import Qwen3Next
 from baton.models.interchange.remote.export import BatonFamily
 
 FAMILIES: tuple[Family, ...] = (
@@ -20,6 +21,7 @@ FAMILIES: tuple[Family, ...] = (
     Mistral(),
     Qwen2(),
     Qwen3(),
+    Qwen3Next(),
     ReleasedMamba(),
     ReleasedMamba2(),
     FlaGLA(),

@@ -18,6 +18,7 @@ from baton.models.feature_map import FEATURE_MAPS
 from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.norm import HeadRMSNorm
+from baton.models.rope import rope_rates
 from baton.models.settings.retnet import RetNetConfig
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
@@ -48,7 +49,7 @@ class RetNet(Mixer, settings=RetNetConfig):
         q, k, v, *gate = self.in_proj(x_BTM, self.in_proj.local_splits)
         q, k = (FEATURE_MAPS[self.config.feature_map](x).unflatten(2, (-1, d_key)) for x in (q, k))
         inputs = (
-            *rotary(q, k, pos_BT, self.config.rope_theta),
+            *rotary(q, k, pos_BT, rope_rates(self.config.rope_theta, d_key)),
             v.unflatten(2, (-1, d_value)),
             self.log_decay(x_BTM).expand(*x_BTM.shape[:2], -1),
         )

@@ -280,7 +280,7 @@ OPS: dict[str, dict[str, tuple[Callable[..., Any], dict[str, Tensor]]]] = {
     },
     "rotary": {
         "rotary": (
-            lambda q, k, pos: rotary(q, k, pos, 1e4),
+            lambda q, k, pos: rotary(q, k, pos, (1.0,)),
             {"q": _R(BATCH, ROWS, 3, 4), "k": _R(BATCH, ROWS, 2, 4), "pos": positions(seeded(1), BATCH, ROWS, 0.3)},
         ),
     },

@@ -12,12 +12,14 @@ from baton.kernels.compile.aot import META, Target, launching_nothing
 from baton.kernels.errors import KernelError
 from baton.kernels.rotary import op, rotary
 from baton.kernels.rotary import triton_launch as on_gpus
+from baton.models.rope import rope_rates
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # of what is rounded once
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float16: 2.5e-4}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 THETA = 1e4
+RATES = rope_rates(THETA, 6)
 
 
 @pytest.fixture
@@ -26,13 +28,14 @@ def use_triton(monkeypatch):
     monkeypatch.setattr(on_gpus, "on_gpu", lambda x: True)
 
 
-def turned(x, pos, theta=THETA):
-    """By complex numbers, pair by pair."""
-    half = x.shape[-1] // 2
-    rates = torch.tensor([math.pow(theta, -2 * i / (2 * half)) for i in range(half)], dtype=torch.float64)
+def turned(x, pos, pairs=None, magnitude=1.0):
+    """By complex numbers, pair by pair; channels behind the pairs are as they were."""
+    pairs = pairs or x.shape[-1] // 2
+    rates = torch.tensor([math.pow(THETA, -2 * i / (2 * pairs)) for i in range(pairs)], dtype=torch.float64)
     angles = (pos.double().unsqueeze(-1) * rates).unsqueeze(2)
-    z = torch.complex(*x.double().split(half, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat((z.real, z.imag), dim=-1)
+    first, second, others = x.double().split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
+    z = torch.complex(first, second) * torch.polar(torch.full_like(angles, magnitude), angles)
+    return torch.cat((z.real, z.imag, others), dim=-1)
 
 
 def at(batch, length, largest):
@@ -58,16 +61,16 @@ def within(like, lies):
     return view.copy_(like)
 
 
-def compare(run, shape, key_heads, dtype, *, lies="apart", largest=4000, limits=LIMITS):
+def compare(run, shape, key_heads, dtype, *, lies="apart", largest=4000, limits=LIMITS, pairs=None, magnitude=1.0):
     g, (batch, length, _, dim) = seeded(0), shape
     shapes = (shape, (batch, length, key_heads, dim))
     q, k, dq, dk = (torch.randn(*of, generator=g).to(dtype) for of in (*shapes, *shapes))
     pos = at(batch, length, largest)
     leaves = [x.double().requires_grad_() for x in (q, k)]
-    ys = [turned(x, pos) for x in leaves]
+    ys = [turned(x, pos, pairs, magnitude) for x in leaves]
     want = [*ys, *torch.autograd.grad(ys, leaves, [dq.double(), dk.double()])]
     leaves = [within(x.to(DEVICE), lies).requires_grad_() for x in (q, k)]
-    ys = run(*leaves, pos.to(DEVICE, torch.int32), THETA)
+    ys = run(*leaves, pos.to(DEVICE, torch.int32), rope_rates(THETA, 2 * (pairs or dim // 2)), magnitude=magnitude)
     assert all(y.dtype == dtype and y.is_contiguous() for y in ys)
     have = [*ys, *torch.autograd.grad(ys, leaves, [within(x.to(DEVICE), lies) for x in (dq, dk)])]
     for name, expected, found in zip(("q", "k", "dq", "dk"), want, have, strict=True):
@@ -82,8 +85,17 @@ def test_it_is_a_turn(use_triton, dtype, lies):
     compare(rotary, (1, 9, 5, 64), 5, dtype, lies=lies)
 
 
+@pytest.mark.parametrize("run", [pytest.param(True, id="triton"), pytest.param(False, id="cpu")])
+def test_a_part_of_the_channels_is_turned_and_lengthened(run, monkeypatch):
+    """With fewer other channels than rotated ones, with more, and an odd number of them."""
+    if run:
+        monkeypatch.setattr(on_gpus, "on_gpu", lambda x: True)
+    for dim, pairs, lies in ((7, 2, "columns"), (16, 2, "heads first"), (64, 24, "apart")):
+        compare(rotary, (2, 37, 3, dim), 1, torch.bfloat16, lies=lies, pairs=pairs, magnitude=1.3)
+
+
 def test_several_blocks_of_heads(use_triton):
-    assert on_gpus.launch_sizes(5, 2100)["BH"] == 1
+    assert on_gpus.launch_sizes(5, 2100, 1050)["BH"] == 1
     compare(rotary, (2, 3, 5, 2100), 1, torch.float32, lies="columns")
 
 
@@ -102,7 +114,7 @@ def test_the_cpus_form_is_a_turn(dtype):
 def test_gradients_of_both_are_columns_of_one_tensor(use_triton):
     """In the order of the arguments, as a projection has them."""
     q, k = (torch.randn(2, 5, heads, 6, device=DEVICE, requires_grad=True) for heads in (3, 2))
-    ys = rotary(q, k, at(2, 5, 100).to(DEVICE), THETA)
+    ys = rotary(q, k, at(2, 5, 100).to(DEVICE), RATES)
     dq, dk = torch.autograd.grad(ys, (q, k), [torch.ones_like(y) for y in ys])
     assert dq.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr()
     assert dk.storage_offset() - dq.storage_offset() == 3 * 6
@@ -112,7 +124,7 @@ def test_gradients_of_both_are_columns_of_one_tensor(use_triton):
 def test_one_of_both_alone_has_its_gradient(use_triton):
     q, k = (torch.randn(1, 5, 2, 6, device=DEVICE, requires_grad=True) for _ in range(2))
     pos = at(1, 5, 100)
-    (dq,) = torch.autograd.grad(rotary(q, k.detach(), pos.to(DEVICE), THETA)[0].sum(), q)
+    (dq,) = torch.autograd.grad(rotary(q, k.detach(), pos.to(DEVICE), RATES)[0].sum(), q)
     assert relative_error(dq, turned(torch.ones(1, 5, 2, 6), -pos)) <= LIMITS[torch.float32]
 
 
@@ -121,7 +133,7 @@ def test_positions_as_they_come(use_triton):
     q, pos = torch.randn(3, 7, 2, 6, generator=seeded(0)), at(3, 7, 5000)
     expected = turned(q, pos)
     for given in (pos, pos.int(), torch.cat((pos, pos), 1)[:, :7], pos.T.contiguous().T):
-        for y in rotary(q.to(DEVICE), q.to(DEVICE), given.to(DEVICE), THETA):
+        for y in rotary(q.to(DEVICE), q.to(DEVICE), given.to(DEVICE), RATES):
             assert relative_error(y, expected) <= LIMITS[torch.float32]
 
 
@@ -135,7 +147,7 @@ def test_when_compiling_ahead_it_is_launched():
     assert not on_gpus.use_triton(q)
     with launching_nothing(Target(90)):
         assert on_gpus.use_triton(q)
-        y, _ = rotary(q, q, pos, THETA)
+        y, _ = rotary(q, q, pos, RATES)
         assert y.grad_fn.name() == "_RotaryBackward"
         y.backward(y)
     assert q.grad.shape == q.shape
@@ -152,16 +164,15 @@ def test_what_does_not_fit_is_refused():
     q, pos = torch.ones(2, 5, 3, 6), torch.zeros(2, 5, dtype=torch.int64)
     refused = partial(pytest.raises, KernelError)
     with refused(match="rotary: q is a float"):
-        rotary(1.0, q, pos, THETA)  # type: ignore[arg-type]
-    with refused(match=r"rotary: q has shape \(2, 5, 3, 5\), expected an even dim"):
-        rotary(q[..., :5], q[..., :5], pos, THETA)
+        rotary(1.0, q, pos, RATES)  # type: ignore[arg-type]
     with refused(match=r"rotary: k has shape \(2, 4, 3, 6\), expected \(batch, T, key heads, dim\) = \(2, 5, any, 6\)"):
-        rotary(q, q[:, :4], pos, THETA)
+        rotary(q, q[:, :4], pos, RATES)
     with refused(match="rotary: k has dtype bfloat16, expected float32"):
-        rotary(q, q.bfloat16(), pos, THETA)
+        rotary(q, q.bfloat16(), pos, RATES)
     with refused(match=r"rotary: pos has shape \(5,\)"):
-        rotary(q, q, pos[0], THETA)
+        rotary(q, q, pos[0], RATES)
     with refused(match="rotary: pos has dtype float32, expected int32 or int64"):
-        rotary(q, q, pos.float(), THETA)
-    with refused(match="rotary: theta is 0, expected more than 0"):
-        rotary(q, q, pos, 0)
+        rotary(q, q, pos.float(), RATES)
+    for rates in ((), (1.0,) * 4):
+        with refused(match=f"rotary: rates are those of {len(rates)} pairs, expected 1 to 3 of 6 channels"):
+            rotary(q, q, pos, rates)

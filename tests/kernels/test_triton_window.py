@@ -42,7 +42,9 @@ def compare(recurrence, length, config, *, wide, dtype=torch.float32, starts=0.1
             y, leaving = recurrence.reference(tuple(own), pos, entering)
         else:
             given = {"pos": pos.to(place), "state": entering, "scale": scale, "config": config}
-            y, leaving = window_attention_triton(*own, window=recurrence.window, **given)
+            q, *sinks, k, v = own
+            given["sinks"] = sinks[0] if sinks else None
+            y, leaving = window_attention_triton(q, k, v, window=recurrence.window, **given)
         grads = gradients([y, *moving(leaving).values()], [*own, *moving(entering).values()], seeded(2))
         return {"y": y, **leaving, **{f"gradient {n}": x for n, x in enumerate(grads)}}
 
@@ -58,15 +60,16 @@ def test_outputs_and_gradients_are_the_definitions(recurrence, carried):
     compare(recurrence, 21, SMALL, wide=recurrence.grouped, carried=carried)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [6, None])
-def test_bfloat16(window):
-    compare(WindowAttention(window), 29, SMALL, wide=False, dtype=torch.bfloat16)
+def test_bfloat16(window, sinks):
+    compare(WindowAttention(window, sinks=sinks), 29, SMALL, wide=False, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("window", [37, None])
 def test_longer_than_a_tile(window):
     """Rows visible to tokens several tiles later, and a window that is not a multiple of a tile."""
-    compare(WindowAttention(window, grouped=True), 75, SMALL, wide=False, starts=0.02)
+    compare(WindowAttention(window, grouped=True, sinks=window is None), 75, SMALL, wide=False, starts=0.02)
 
 
 @pytest.mark.parametrize(("window", "length"), [(20, 45), (20, 12), (None, 45)])

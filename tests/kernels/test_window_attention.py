@@ -15,22 +15,26 @@ from baton.kernels.window_attention.op import empty
 from baton.kernels.window_attention.reference import window_attention_reference
 
 
-def _arguments(seed: int, length: int, heads: int = 4, groups: int = 2, dim: int = 6, dtype: torch.dtype = torch.float64):
+def _arguments(
+    seed: int, length: int, heads: int = 4, groups: int = 2, dim: int = 6, dtype: torch.dtype = torch.float64, sinks=False
+):
     generator = seeded(seed)
-    shapes = [(2, length, heads, dim), (2, length, groups, dim), (2, length, groups, dim)]
+    shapes = [(2, length, heads, dim), (2, length, groups, dim), (2, length, groups, dim), *([(2, length, heads)] if sinks else [])]
     return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3, 40])
-def test_one_document_is_masked_attention(window: int | None):
-    """Against an explicit softmax over all keys."""
-    leaves = _arguments(1, 23)
-    y, _ = window_attention(*leaves, window=window, pos=torch.arange(23).expand(2, -1))
-    q, k, v = leaves
+def test_one_document_is_masked_attention(window: int | None, sinks: bool):
+    """Against an explicit softmax over all keys, and over a sink that is one more without a value."""
+    leaves = _arguments(1, 23, sinks=sinks)
+    q, k, v, *sink = leaves
+    y, _ = window_attention(q, k, v, window=window, sinks=sink[0] if sinks else None, pos=torch.arange(23).expand(2, -1))
     scores = torch.einsum("bihk,bjhk->bhij", q, k.repeat_interleave(2, dim=2)) * 6**-0.5
     distance = torch.arange(23)[:, None] - torch.arange(23)
     hidden = (distance < 0) | (distance >= (window or 23))
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = torch.cat((scores.masked_fill(hidden, -torch.inf), *(x.transpose(1, 2).unsqueeze(-1) for x in sink)), dim=-1)
+    weights = scores.softmax(-1)[..., :23]
     expected = torch.einsum("bhij,bjhk->bihk", weights, v.repeat_interleave(2, dim=2))
     assert relative_error(y, expected) <= 1e-14
     for ours, theirs in zip(gradients([y], leaves, seeded(2)), gradients([expected], leaves, seeded(2)), strict=True):
@@ -38,14 +42,18 @@ def test_one_document_is_masked_attention(window: int | None):
 
 
 @law(max_examples=10)
-@given(seed=seeds, length=st.integers(1, 40), window=st.one_of(st.none(), st.integers(1, 12)), chunk=st.integers(1, 40))
-def test_any_block_size_equals_the_definition(seed: int, length: int, window: int | None, chunk: int):
+@given(
+    seed=seeds, length=st.integers(1, 40), window=st.one_of(st.none(), st.integers(1, 12)), chunk=st.integers(1, 40),
+    sinks=st.booleans(),
+)  # fmt: skip
+def test_any_block_size_equals_the_definition(seed: int, length: int, window: int | None, chunk: int, sinks: bool):
     pos = positions(seeded(seed), 2, length, 0.1)
     found = []
     for function, options in ((window_attention_chunked, {"chunk": chunk}), (window_attention_reference, {})):
-        leaves = _arguments(seed, length)
+        leaves = _arguments(seed, length, sinks=sinks)
         state = empty(leaves[1].detach(), leaves[2].detach(), 0 if window is None else window - 1)
-        y, _ = function(*leaves, window=window, pos=pos, state=state, scale=0.7, **options)
+        options |= {"sinks": leaves[3] if sinks else None}
+        y, _ = function(*leaves[:3], window=window, pos=pos, state=state, scale=0.7, **options)
         found.append([y, *gradients([y], leaves, seeded(seed))])
     for ours, theirs in zip(*found, strict=True):
         assert relative_error(ours, theirs) <= 1e-10
@@ -86,5 +94,7 @@ def test_a_window_never_makes_a_matrix_of_all_pairs():
 def test_a_window_of_nothing_is_refused():
     with pytest.raises(ValueError, match="window is 0, expected at least 1"):
         window_attention(*_arguments(7, 3), window=0)
+    with pytest.raises(ValueError, match=r"sinks has shape \(2, 3\), expected \(batch, T, heads\) = \(2, 3, 4\)"):
+        window_attention(*_arguments(7, 3), window=2, sinks=torch.ones(2, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match="key heads that divides 4 heads"):
         window_attention(*_arguments(8, 3, groups=3), window=2)

@@ -62,6 +62,14 @@ SETTINGS = {
     "misspelt nested key": (["training.global_batch_token=64"], ["did you mean training.global_batch_tokens?"]),
     "misspelt deeper key": (["training.optimizer.weigth_decay=0"], ["did you mean training.optimizer.weight_decay?"]),
     "misspelt key of the mixer": (["model.mixers.mamba.dstate=4"], ["did you mean model.mixers.mamba.d_state?"]),
+    "unknown scaling": (
+        ["model.pattern=[attention]", "model.mixers={attention: {rope_scaling: {kind: yarm, factor: 2}}}"],
+        ["model.mixers.attention.rope_scaling.kind=yarm: no such kind", "did you mean yarn?"],
+    ),
+    "a key of another scaling": (
+        ["model.pattern=[attention]", "model.mixers={attention: {rope_scaling: {kind: linear, factor: 2, beta_fast: 3}}}"],
+        ["unknown key model.mixers.attention.rope_scaling.beta_fast", "known here: kind, factor"],
+    ),
     "unknown mixer": (["model.pattern=[mmaba]", "model.mixers={}"], ["model.mixers.mmaba.kind=mmaba", "did you mean mamba?"]),
     "a name without a kind": (["model.pattern=[a]", "model.mixers={a: {d_state: 4}}"], ["model.mixers.a.kind", "known: "]),
     "key of another mixer": (

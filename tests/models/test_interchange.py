@@ -16,6 +16,16 @@ from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import to_theirs
 from baton.models.interchange.registry import FAMILIES, family_of_config, family_of_model
 
+# contexts so short that 19 tokens are further than that, and some of a head's six pairs fast, some slow and some between
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "beta_fast": 2.0, "original_max_position_embeddings": 16}
 CASES = {
     "mamba": ("Mamba", {"state_size": 5, "time_step_rank": 3, "use_mambapy": False, "residual_in_fp32": True}),
     "mamba, a head of its own": ("Mamba", {"state_size": 4, "tie_word_embeddings": False}),
@@ -31,10 +41,10 @@ CASES = {
         {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 4, "expand": 2, "chunk_size": 8, "tie_word_embeddings": True},
     ),
     "llama, grouped heads": ("Llama", {**HEADS, "rope_theta": 500.0, "rms_norm_eps": 1e-4}),
-    "llama, tied": ("Llama", {**HEADS, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama, tied": ("Llama", {**HEADS, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
     "mistral, a window": ("Mistral", {**HEADS, "sliding_window": 7, "attn_implementation": "eager"}),
-    "mistral": ("Mistral", {**HEADS, "sliding_window": None}),
-    "qwen2": ("Qwen2", HEADS),
+    "mistral": ("Mistral", {**HEADS, "sliding_window": None, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5}}),
+    "qwen2": ("Qwen2", {**HEADS, "rope_parameters": YARN}),
     "qwen2, tied": ("Qwen2", {**HEADS, "num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**HEADS, "rms_norm_eps": 1e-4}),
     "qwen3, tied": ("Qwen3", {**HEADS, "num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -214,7 +224,8 @@ def test_a_folder_that_cannot_be_read_is_one_line_and_nothing_is_written(how, fo
     ("name", "changes", "needle"),
     [
         ("Llama", {**HEADS, "attention_bias": True}, "attention_bias=True"),
-        ("Llama", {**HEADS, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='linear'"),
+        ("Llama", {**HEADS, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='dynamic'"),
+        ("Llama", {**HEADS, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 6, "time_step_limit": (0.0, 0.1), "expand": 2}, "time_step_limit"),
         ("Qwen2", {**HEADS, "use_sliding_window": True, "sliding_window": 7}, "use_sliding_window=True"),
         ("Qwen2", {**HEADS, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),

@@ -110,15 +110,33 @@ def lattice(d, heads, gates=1):
     return 4 * d * d + 2 * 4 * d + gates * (d + 1) * heads + 2 * d
 
 
-def bmojo(d):
-    """Mamba's mixer (about 6.25 d^2) and an attention of 4 d^2 with convolutions of keys and values; a norm."""
+def mamba(d):
+    """About 6.25 d^2; a norm."""
     inner, rank, N = 2 * d, -(-d // 16), 16
-    mamba = 2 * d * inner + inner * 4 + inner + inner * (rank + 2 * N) + rank * inner + inner + inner * N + inner + inner * d
-    return mamba + 4 * d * d + 2 * 4 * d + d
+    return 2 * d * inner + inner * 4 + inner + inner * (rank + 2 * N) + rank * inner + inner + inner * N + inner + inner * d + d
 
 
-def attention(d, heads, dim):
-    return 4 * d * heads * dim + d
+def bmojo(d):
+    """Mamba's mixer and an attention of 4 d^2 with convolutions of keys and values; a norm."""
+    return mamba(d) + 4 * d * d + 2 * 4 * d
+
+
+def mamba2(d, groups, N=128, dim=64):
+    """z, x, dt, B and C; their convolution with a bias; A, D and a bias of the steps per head; the output and its norm; a norm."""
+    inner, shared = 2 * d, 2 * groups * N
+    heads = inner // dim
+    return d * (2 * inner + shared + heads) + 5 * (inner + shared) + 3 * heads + inner + inner * d + d
+
+
+def gated_delta_net(d, heads, v_heads, d_key, d_value):
+    """q, k, v, gate and output; writing strengths and decays per head of values; convolutions of width 4; two norms."""
+    keys, values = heads * d_key, v_heads * d_value
+    return d * (2 * keys + 3 * values + 2 * v_heads) + 4 * (2 * keys + values) + 2 * v_heads + d_value + d
+
+
+def attention(d, heads, dim, kv_heads=None, gates=0, norms=0):
+    """Queries, outputs and, with gates=1, as many gates; keys and values; norms of a head; a norm."""
+    return d * dim * ((2 + gates) * heads + 2 * (kv_heads or heads)) + norms * dim + d
 
 
 # by arithmetic that shares nothing with the modules: layers, then vocabulary rows (once tied, twice not), then the final norm.
@@ -138,8 +156,27 @@ SIZES = {
     "transformer-350m": (24 * (attention(1024, 16, 64) + swiglu(1024, 2816)) + 50280 * 1024 + 1024, 350),
     "transformer-760m": (24 * (attention(1536, 16, 96) + swiglu(1536, 4096)) + 50280 * 1536 + 1536, 760),
     "transformer-1.3b": (24 * (attention(2048, 32, 64) + swiglu(2048, 5632)) + 2 * 32000 * 2048 + 2048, 1300),
+    "qwen3-next-dense-1.3b": (
+        15 * gated_delta_net(2048, 16, 32, 128, 128) + 5 * attention(2048, 16, 256, 2, gates=1, norms=2)
+        + 20 * swiglu(2048, 4352) + 2 * 32000 * 2048 + 2048, 1300,
+    ),
+    "olmo-hybrid-1.3b": (
+        15 * gated_delta_net(2048, 16, 16, 96, 192) + 5 * attention(2048, 16, 128, norms=2) + 20 * swiglu(2048, 5888)
+        + 2 * 32000 * 2048 + 2048, 1300,
+    ),
+    "mistral-1.3b": (22 * (attention(2048, 16, 128, 4) + swiglu(2048, 7168)) + 2 * 32000 * 2048 + 2048, 1300),
+    "samba-1.3b": (9 * (mamba(2304) + attention(2304, 18, 128)) + 18 * swiglu(2304, 6144) + 32000 * 2304 + 2304, 1300),
+    "jamba-dense-1.4b": (
+        14 * mamba(2048) + 2 * attention(2048, 16, 128, 4) + 16 * swiglu(2048, 7168) + 2 * 65536 * 2048 + 2048, 1400,
+    ),
+    "nemotron-h-1.3b": (
+        15 * (mamba2(2048, 8) + swiglu(2048, 7168)) + 3 * attention(2048, 16, 128, 4) + 2 * 32000 * 2048 + 2048, 1300,
+    ),
+    "bmojo-hybrid-130m": (17 * (mamba(768) + attention(768, 12, 64)) + 32000 * 768 + 768, 130),
+    "bmojo-hybrid-370m": (31 * (mamba(1024) + attention(1024, 16, 64)) + 32000 * 1024 + 1024, 370),
+    "bmojo-hybrid-1.4b": (31 * (mamba(2048) + attention(2048, 32, 64)) + 32000 * 2048 + 2048, 1400),
     "transformer-2.7b": (32 * (attention(2560, 32, 80) + swiglu(2560, 6912)) + 2 * 32000 * 2560 + 2560, 2700),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -147,6 +184,13 @@ def test_counts_are_the_equations_arithmetic_and_meet_the_name(name):
     count, millions = SIZES[name]
     assert parameter_count(on_meta(shipped(name))) == count
     assert abs(count / 1e6 / millions - 1) < 0.06
+
+
+def test_samba_at_its_smaller_size_has_that_name():
+    """Its authors' code calls the same pattern at two thirds of the width and depth Samba_421M."""
+    smaller = {"d_model": 1536, "n_layers": 12, "mixers": {"attention": {"heads": 12, "head_dim": 128}, "swiglu": {"hidden": 4096}}}
+    count = parameter_count(on_meta(ModelConfig(**shipped("samba-1.3b").model_dump() | smaller)))
+    assert int(count / 1e6) == 421
 
 
 @pytest.mark.parametrize("path", sorted((files("baton.configs") / "models").iterdir(), key=str), ids=lambda path: path.stem)

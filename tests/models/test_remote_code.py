@@ -26,6 +26,7 @@ from baton.training.evaluation.generation import Sampling, generate
 CASES = {kind: [kind] for kind in kinds()} | {
     "attention, whole document": ["attention"],
     "attention, biases and norms": ["attention"],
+    "attention, gated, partly rotated by yarn": ["attention"],
     "bmojo, sliding": ["bmojo"],
     "gla, without a gate": ["gla"],
     "gsa, converted": ["gsa"],
@@ -44,6 +45,10 @@ pytestmark = pytest.mark.usefixtures("remote_code")
 SETTINGS = {
     "attention, whole document": {"window": None, "rope_theta": None},
     "attention, biases and norms": {"qkv_bias": True, "qk_norm": True},
+    "attention, gated, partly rotated by yarn": {
+        "output_gate": True, "sinks": True, "rope_fraction": 0.7,
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
+    },
     "bmojo, sliding": {"fading": "sliding", "predictor_weights": "uniform", "innovation_norm": "l1", "d_conv": None,
                        "add_ssm_output": True},
     "gla, without a gate": {"feature_map": "relu", "output_gate": False},

@@ -9,31 +9,31 @@ from support.recurrences import positions, seeded
 from torch.utils.checkpoint import checkpoint
 
 from baton.kernels.window_attention.recurrence import FullAttention
-from baton.kernels.window_attention.reference import window_attention_reference
 from baton.parallel.context_parallel import ContextLink, add_gather
 from baton.parallel.gathered_attention import _Pieces
 from baton.parallel.state_passing import run_recurrence
 
 B, HEADS, GROUPS, DIM = 2, 4, 2, 6
 CPU = torch.device("cpu")
+ATTENTION = FullAttention(sinks=True)
 
 
 @cache
 def case(tokens, dtype):
-    """q, k, v, pos and the outputs' gradient: several documents, and one that began before the first token that is read."""
+    """q, sinks, k, v, pos and the outputs' gradient: several documents, and one that began before the first token that is read."""
     g = seeded(tokens)
     q, k, v = (torch.randn(B, tokens, n, DIM, generator=g, dtype=dtype) for n in (HEADS, GROUPS, GROUPS))
+    sinks = torch.randn(B, tokens, HEADS, generator=g, dtype=dtype)
     pos = positions(seeded(7), B, tokens, 0.06)
     pos[1] = torch.arange(tokens) + 5
-    return q, k, v, pos, torch.randn(q.shape, generator=g, dtype=dtype)
+    return q, sinks, k, v, pos, torch.randn(q.shape, generator=g, dtype=dtype)
 
 
 @cache
 def expected(tokens, dtype):
     *inputs, pos, dy = case(tokens, dtype)
     inputs = [x.clone().requires_grad_() for x in inputs]
-    state = {name: inputs[1].new_zeros(B, 0, GROUPS, DIM) for name in "kv"} | {"seen": torch.zeros(B, dtype=torch.int64)}
-    y, _ = window_attention_reference(*inputs, window=None, pos=pos, state=state, scale=DIM**-0.5)
+    y, _ = ATTENTION.reference(tuple(inputs), pos, None)
     return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
 
@@ -47,9 +47,10 @@ def run(link, tokens, dtype, segments, *, at_once=True, recompute=False):
         span = slice(v * tokens // count, (v + 1) * tokens // count)
 
         def attend(*x, at=span):
-            y, state = run_recurrence(link, FullAttention(), x, pos[:, at], None, "layers.0")
-            assert state["k"].shape[1] == x[1].shape[1]
-            other, _ = run_recurrence(link, FullAttention(), (x[0], -x[1], 2 * x[2]), pos[:, at], None, "layers.1")
+            y, state = run_recurrence(link, ATTENTION, x, pos[:, at], None, "layers.0")
+            assert state["k"].shape[1] == x[0].shape[1]
+            q, _, k, v = x
+            other, _ = run_recurrence(link, FullAttention(), (q, -k, 2 * v), pos[:, at], None, "layers.1")
             return y + 0 * other
 
         with link.segment(s, count=segments):
@@ -70,7 +71,7 @@ def on_a_rank(mesh, *arguments, **options):
 
 
 def assert_equal(found, tokens, dtype, limit):
-    for name, x, y in zip(("y", "dq", "dk", "dv"), found, expected(tokens, dtype), strict=True):
+    for name, x, y in zip(("y", "dq", "dsinks", "dk", "dv"), found, expected(tokens, dtype), strict=True):
         assert relative_error(x, y) <= limit, name
 
 
@@ -84,9 +85,9 @@ def test_ranks_and_segments_attend_as_one(pool, single_mesh, ranks, spans, segme
     results = pool.run(on_a_rank, tokens, torch.float64, segments, context=ranks, **options)
     assert_equal([sum(parts) for parts in zip(*(found for found, _ in results), strict=True)], tokens, torch.float64, 1e-12)
     for _, sent in results:
-        # queries, positions, k and v, outputs; their gradients, and once more k and v
-        assert sent["right", "full_attention"]
-        assert sent["left bytes", "full_attention"]
+        # queries, sinks, positions, k and v, outputs; their gradients, and once more k and v
+        assert sent["right", ATTENTION.name]
+        assert sent["left bytes", ATTENTION.name]
 
 
 @pytest.mark.parametrize("options", [{}, {"at_once": False}, {"recompute": True}], ids=str)
@@ -99,12 +100,12 @@ def test_one_rank_in_segments_attends_as_one(single_mesh, options):
 
 def test_an_evaluation_in_segments_keeps_nothing(single_mesh):
     link = ContextLink(0, [0], CPU)
-    q, k, v, pos, _ = case(24, torch.float64)
+    *inputs, pos, _ = case(24, torch.float64)
     outputs = []
     for s in range(3):
         span = slice(8 * s, 8 * (s + 1))
         with torch.no_grad(), link.segment(s, count=3):
-            outputs.append(run_recurrence(link, FullAttention(), (q[:, span], k[:, span], v[:, span]), pos[:, span], None, "a")[0])
+            outputs.append(run_recurrence(link, ATTENTION, tuple(x[:, span] for x in inputs), pos[:, span], None, "a")[0])
     assert relative_error(torch.cat(outputs, dim=1), expected(24, torch.float64)[0]) <= 1e-12
     assert not link._earlier_keys
 

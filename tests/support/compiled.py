@@ -428,11 +428,11 @@ def _gate_kernels():
     from baton.kernels.gate import triton_kernels
     from baton.kernels.gate.triton_launch import launch_sizes
 
-    for name, gelu in (("silu", False), ("gelu", True)):
-        sizes = {**launch_sizes(5632), "GELU": gelu}
+    for kind in ("silu", "gelu", "sigmoid"):
+        sizes = {**launch_sizes(5632), "KIND": getattr(triton_kernels, kind.upper()).value}
         warps = sizes.pop("num_warps")
-        yield f"gate {name}, forward", triton_kernels.gate_forward_kernel, sizes, warps, {}
-        yield f"gate {name}, backward", triton_kernels.gate_backward_kernel, sizes, warps, {}
+        yield f"gate {kind}, forward", triton_kernels.gate_forward_kernel, sizes, warps, {}
+        yield f"gate {kind}, backward", triton_kernels.gate_backward_kernel, sizes, warps, {}
     for name, width in (("silu", 6144), ("gates", 256)):
         sizes = {**launch_sizes(width), "LOGS": name == "gates"}
         warps, types = sizes.pop("num_warps"), {"y": "fp32"} if name == "gates" else {}
@@ -455,8 +455,8 @@ def _rotary_kernels():
     from baton.kernels.rotary import triton_kernels
     from baton.kernels.rotary.triton_launch import launch_sizes
 
-    for name, heads, dim in (("rotary", 32, 64), ("rotary, one head", 1, 160)):
-        sizes = {**launch_sizes(heads, dim)}
+    for name, heads, dim, pairs in (("rotary", 32, 64, 32), ("rotary, one head", 1, 160, 80), ("rotary, a quarter", 16, 256, 32)):
+        sizes = {**launch_sizes(heads, dim, pairs)}
         warps, types = sizes.pop("num_warps"), dict.fromkeys(("cos", "sin"), "fp32")
         yield f"{name} forward", triton_kernels.rotary_kernel, {**sizes, "BACK": False}, warps, types
         yield f"{name} backward", triton_kernels.rotary_kernel, {**sizes, "BACK": True}, warps, types

@@ -7,6 +7,7 @@ import torch
 from baton.data_pipeline.packing import Batch
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
+from baton.models.settings.rope_scaling import Llama3Scaling
 from baton.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
 
 MODEL = ModelConfig(
@@ -15,13 +16,23 @@ MODEL = ModelConfig(
 SEQUENCES, SEQUENCE_LENGTH = 8, 24
 
 
+LLAMA3 = Llama3Scaling(factor=4.0, original_max_position_embeddings=16)
 OPTIONS = {
     "bare": {"mamba": {"skip": False, "dt_init": "uniform"}, "longhorn": {"skip": False, "beta_bias": False}},
     "added": {"bmojo": {"add_ssm_output": True}},
     "falcon": {"mamba": {"projection_norm_eps": 1e-6}},
     "groups": {"mamba2": {"expand": 2, "n_groups": 4}, "gated_delta_net": {"v_heads": 8}},
-    "qwen": {"attention": {"qkv_bias": True, "qk_norm": True}},
-    "full_attention": {"longhorn": {}, "attention": {"window": None}},
+    "qwen": {
+        "attention": {
+            "qkv_bias": True,
+            "qk_norm": True,
+            "output_gate": True,
+            "rope_fraction": 0.7,
+            "rope_scaling": LLAMA3,
+            "sinks": True,
+        }
+    },
+    "full_attention": {"longhorn": {}, "attention": {"window": None, "sinks": True}},
     "t2r": {"gsa": {"feature_map": "identity", "value_activation": None, "output_activation": None}},
 }
 """Models with other optional parts than by default: a layer of each mixer, and its settings."""

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.common.attention_sinks import attention_with_sinks
 from baton.models.interchange.remote.recurrences_baton import run
+from baton.models.rope import scaled_rope
 
 Parameters = Mapping[str, Tensor]
 Settings = Mapping[str, Any]
@@ -55,14 +57,13 @@ def heads(x: Tensor, width: int) -> Tensor:
     return x.unflatten(-1, (-1, width))
 
 
-def rotary(x: Tensor, pos: Tensor, theta: float) -> Tensor:
-    """Turns the pairs (i, i + K / 2) of x [B, T, H, K] by angles that grow with the position, float64 until their sine."""
-    pairs = x.shape[-1] // 2
-    rates = theta ** (-torch.arange(pairs, dtype=torch.float64, device=x.device) / pairs)
-    angles = (pos.to(torch.float64)[..., None] * rates)[:, :, None]
-    first, second = precise(x).chunk(2, dim=-1)
-    cos, sin = angles.cos().to(first.dtype), angles.sin().to(first.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+def rotary(x: Tensor, pos: Tensor, theta: float, channels: int, scaling: Settings | None = None) -> Tensor:
+    """Turns the pairs (i, i + channels / 2) of x [B, T, H, K] by angles that grow with the position, float64 until their sine."""
+    rates, magnitude = scaled_rope(theta, channels, scaling)
+    angles = (pos.to(torch.float64)[..., None] * torch.tensor(rates, dtype=torch.float64, device=x.device))[:, :, None]
+    first, second, rest = precise(x).split((len(rates), len(rates), x.shape[-1] - channels), dim=-1)
+    cos, sin = ((magnitude * a).to(first.dtype) for a in (angles.cos(), angles.sin()))
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, pos: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -153,7 +154,7 @@ def retnet(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | No
     q, k, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v"))
     gate = linear(x, p["in_proj.gate.weight"]) if c["output_gate"] else None
     mapped, d_key = FEATURE_MAPS[c["feature_map"]], c["d_key"]
-    q, k = (precise(rotary(heads(mapped(a), d_key), pos, c["rope_theta"])) for a in (q, k))
+    q, k = (precise(rotary(heads(mapped(a), d_key), pos, c["rope_theta"], d_key)) for a in (q, k))
     count = q.shape[2]
     g = torch.log1p(-torch.exp2(-c["decay_exponent"] - torch.arange(count, dtype=q.dtype, device=x.device)))
     inputs = q, k, heads(precise(v), v.shape[-1] // count), g.expand(*x.shape[:2], -1)
@@ -246,20 +247,23 @@ def attention(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State |
     if c["qk_norm"]:
         q, k = (rms_norm(a, p[f"{part}_norm.weight"], eps).to(x.dtype) for part, a in (("q", q), ("k", k)))
     if c["rope_theta"] is not None:
-        q, k = rotary(q, pos, c["rope_theta"]), rotary(k, pos, c["rope_theta"])
+        angles = c["rope_theta"], int(c["head_dim"] * c["rope_fraction"]), c["rope_scaling"]
+        q, k = rotary(q, pos, *angles), rotary(k, pos, *angles)
     if state is not None:
         k, v = torch.cat((state["k"], k), dim=1), torch.cat((state["v"], v), dim=1)
     length, seen = q.shape[1], k.shape[1] - q.shape[1]
     # a token sees what is at most `pos` tokens before it, which is its document, and inside the window
     distance = torch.arange(seen, seen + length, device=x.device)[:, None] - torch.arange(seen + length, device=x.device)
-    visible = (distance >= 0) & (distance <= pos[:, :, None])
-    if c["window"] is not None:
-        visible &= distance < c["window"]
-    group = q.shape[2] // k.shape[2]
-    keys, values = (a.repeat_interleave(group, dim=2).transpose(1, 2) for a in (k, v))
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible[:, None])
+    visible = (distance >= 0) & (distance <= pos[:, :, None]) & (distance < (c["window"] or k.shape[1]))
+    if c["sinks"]:
+        y = attention_with_sinks(q, k, v, visible, c["head_dim"] ** -0.5, p["sinks"].expand(*q.shape[:3])).flatten(2)
+    else:
+        keys, values = (a.repeat_interleave(q.shape[2] // k.shape[2], dim=2).transpose(1, 2) for a in (k, v))
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible[:, None]).transpose(1, 2).flatten(2)
+    if c["output_gate"]:
+        y = (precise(y) * torch.sigmoid(precise(linear(x, p["in_proj.gate.weight"])))).to(x.dtype)
     kept = k.shape[1] if c["window"] is None else min(k.shape[1], c["window"] - 1)
-    return linear(y.transpose(1, 2).flatten(2), p["out_proj.weight"]), {"k": _last(k, kept), "v": _last(v, kept)}
+    return linear(y, p["out_proj.weight"]), {"k": _last(k, kept), "v": _last(v, kept)}
 
 
 def swiglu(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
