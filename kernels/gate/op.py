@@ -15,10 +15,10 @@ from torch import Tensor
 from baton.kernels.errors import KernelError, expect_tensor
 from baton.kernels.gate.triton_launch import gate_triton, use_triton
 
-Activation = Literal["silu", "gelu"]
+Activation = Literal["silu", "gelu", "sigmoid"]
 
 _KERNEL = "gated"
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "sigmoid": torch.sigmoid}
 
 
 def gated(x: Tensor, z: Tensor, *, activation: Activation = "silu", dtype: torch.dtype | None = None) -> Tensor:
@@ -27,7 +27,7 @@ def gated(x: Tensor, z: Tensor, *, activation: Activation = "silu", dtype: torch
     Args:
         x: [..., d], float32, bfloat16, float16 or float64.
         z: as x's shape, in any of these dtypes. Both may be column views of wider rows.
-        activation: "silu", z sigmoid(z), or "gelu", z Phi(z).
+        activation: "silu", z sigmoid(z); "gelu", z Phi(z); or "sigmoid".
         dtype: of the result; None: x's.
 
     Returns:
@@ -42,6 +42,6 @@ def gated(x: Tensor, z: Tensor, *, activation: Activation = "silu", dtype: torch
     if activation not in get_args(Activation):
         raise KernelError(f"{_KERNEL}: activation is {activation!r}, expected one of {get_args(Activation)}")
     if use_triton(x, z):
-        return gate_triton(x, z, gelu=activation == "gelu", dtype=dtype or x.dtype)
+        return gate_triton(x, z, activation=activation, dtype=dtype or x.dtype)
     precise = torch.promote_types(torch.promote_types(x.dtype, z.dtype), torch.float32)
     return (x.to(precise) * _ACTIVATIONS[activation](z.to(precise))).to(dtype or x.dtype)

@@ -25,9 +25,9 @@ def use_triton(x: Tensor, z: Tensor) -> bool:
     return on_gpu(x) and torch.float64 not in (x.dtype, z.dtype)
 
 
-def gate_triton(x: Tensor, z: Tensor, *, gelu: bool, dtype: torch.dtype) -> Tensor:
+def gate_triton(x: Tensor, z: Tensor, *, activation: str, dtype: torch.dtype) -> Tensor:
     """As `op.gated`, which checks the arguments."""
-    y: Tensor = _Gate.apply(x, z, gelu, dtype)
+    y: Tensor = _Gate.apply(x, z, getattr(_kernels, activation.upper()).value, dtype)
     return y
 
 
@@ -55,13 +55,13 @@ def launch_sizes(width: int) -> dict[str, int]:
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, gelu: bool, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, z: Tensor, kind: int, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, z)
-        ctx.gelu = gelu
+        ctx.kind = kind
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         x, z = _rows(x), _rows(z)
         grid, sizes = _launch(x)
-        _kernels.gate_forward_kernel[grid](x, z, y, len(x), x.stride(0), z.stride(0), GELU=gelu, **sizes)
+        _kernels.gate_forward_kernel[grid](x, z, y, len(x), x.stride(0), z.stride(0), KIND=kind, **sizes)
         return y
 
     @staticmethod
@@ -72,7 +72,7 @@ class _Gate(torch.autograd.Function):
         dx, dz = _gradients(x, z)
         grid, sizes = _launch(x)
         _kernels.gate_backward_kernel[grid](
-            x, z, dy, dx, dz, len(x), *(of.stride(0) for of in (x, z, dy, dx, dz)), GELU=ctx.gelu, **sizes
+            x, z, dy, dx, dz, len(x), *(of.stride(0) for of in (x, z, dy, dx, dz)), KIND=ctx.kind, **sizes
         )
         return dx.view(shape), dz.view(shape), None, None
 

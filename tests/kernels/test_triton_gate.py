@@ -13,7 +13,7 @@ from baton.kernels.gate.triton_launch import activate_columns, gate_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "sigmoid": torch.sigmoid}
 
 
 def compare(run, shape, dtype, activation, *, lies="apart", out=None):
@@ -41,12 +41,12 @@ def compare(run, shape, dtype, activation, *, lies="apart", out=None):
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_it_is_the_product(dtype, activation, lies):
     """Odd widths, several blocks of rows and of columns."""
-    compare(lambda x, z: gate_triton(x, z, gelu=activation == "gelu", dtype=x.dtype), (2, 7, 1100), dtype, activation, lies=lies)
-    compare(lambda x, z: gate_triton(x, z, gelu=activation == "gelu", dtype=x.dtype), (300, 37), dtype, activation, lies=lies)
+    compare(lambda x, z: gate_triton(x, z, activation=activation, dtype=x.dtype), (2, 7, 1100), dtype, activation, lies=lies)
+    compare(lambda x, z: gate_triton(x, z, activation=activation, dtype=x.dtype), (300, 37), dtype, activation, lies=lies)
 
 
 def test_another_type_for_the_result():
-    run = lambda x, z: gate_triton(x, z.bfloat16(), gelu=False, dtype=torch.bfloat16)  # noqa: E731
+    run = lambda x, z: gate_triton(x, z.bfloat16(), activation="silu", dtype=torch.bfloat16)  # noqa: E731
     rows = seeded(0)
     x, z = torch.randn(5, 9, generator=rows), torch.randn(5, 9, generator=rows).bfloat16()
     y = run(x.to(DEVICE), z.to(DEVICE))
@@ -60,7 +60,7 @@ def test_gradients_of_neighbours_are_neighbours():
         rows = torch.randn(6, 20, device=DEVICE).requires_grad_()
         x, z = rows[:, 2:11], rows[:, 11:20]
         x, z = (z, x) if turned else (x, z)
-        dx, dz = torch.autograd.grad(gate_triton(x, z, gelu=False, dtype=x.dtype).sum(), (x, z))
+        dx, dz = torch.autograd.grad(gate_triton(x, z, activation="silu", dtype=x.dtype).sum(), (x, z))
         assert dx.untyped_storage().data_ptr() == dz.untyped_storage().data_ptr()
         assert dz.storage_offset() - dx.storage_offset() == (-9 if turned else 9)
         assert dx.stride() == dz.stride() == (18, 1)

@@ -121,6 +121,12 @@ def attention(d, heads, dim):
     return 4 * d * heads * dim + d
 
 
+def kda(d, heads, dim):
+    """q, k, v and the output; two projections of rank dim; convolutions of width 4; beta; decays' biases and rates; two norms."""
+    width = heads * dim
+    return 4 * d * width + 2 * dim * (d + width) + 3 * 4 * width + d * heads + width + heads + dim + d
+
+
 # by arithmetic that shares nothing with the modules: layers, then vocabulary rows (once tied, twice not), then the final norm.
 # Beside them what the papers call the size, in millions; 32000 tokens and a head of its own are why GSA's names are exceeded.
 SIZES = {
@@ -138,6 +144,10 @@ SIZES = {
     "transformer-350m": (24 * (attention(1024, 16, 64) + swiglu(1024, 2816)) + 50280 * 1024 + 1024, 350),
     "transformer-760m": (24 * (attention(1536, 16, 96) + swiglu(1536, 4096)) + 50280 * 1536 + 1536, 760),
     "transformer-1.3b": (24 * (attention(2048, 32, 64) + swiglu(2048, 5632)) + 2 * 32000 * 2048 + 2048, 1300),
+    "kimi-linear-1.3b": (
+        18 * kda(2048, 16, 128) + 6 * (2048 * 128 * (2 * 16 + 2 * 4) + 2048) + 24 * swiglu(2048, 5632) + 2 * 32000 * 2048 + 2048,
+        1300,
+    ),
     "transformer-2.7b": (32 * (attention(2560, 32, 80) + swiglu(2560, 6912)) + 2 * 32000 * 2560 + 2560, 2700),
 }
 
