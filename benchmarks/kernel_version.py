@@ -26,6 +26,7 @@ OPS = {
     "gated_delta_net": ("delta_rule", "short_conv"),
     "delta-net": ("delta_rule", "short_conv"),
     "gated-delta-net": ("delta_rule", "short_conv"),
+    "kda": ("channel_delta_rule", "delta_rule", "gated_linear_attention", "short_conv"),
     "lattice": ("lattice", "short_conv"),
     "bmojo": ("eidetic_attention", "window_attention", "selective_scan", *SCAN),
     "transformer": ("window_attention",),

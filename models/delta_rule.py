@@ -1,4 +1,5 @@
-"""The block that DeltaNet and Gated DeltaNet share: projections, short convolutions, delta rule, norm per head, projection.
+"""The block that DeltaNet, Gated DeltaNet and Kimi Delta Attention share: projections, short convolutions, delta rule, norm per
+head, projection.
 
 Heads are split over the tensor group; a head of queries and keys goes with the heads of values that it serves. All channels of a
 head, its convolutions and its state are on one rank, so nothing is communicated between the two projections. q, k and v have a
@@ -29,7 +30,8 @@ _CONV = ShortConv("silu")
 class DeltaRuleMixer(Mixer):
     """x [B, T, M], pos [B, T], State {conv_q, conv_k [B, W-1, Q K], conv_v [B, W-1, H V], S [B, H, K, V]} -> y [B, T, M], State.
 
-    A subclass's settings declare further fused projections (`gates`); `log_decay` and `gate` read them as `extra`.
+    A subclass's settings declare further fused projections (`gates`), or it has others (`projected`); `log_decay` and `gate` read
+    them as `extra`.
     """
 
     config: DeltaRuleConfig
@@ -38,9 +40,14 @@ class DeltaRuleMixer(Mixer):
     norm: HeadRMSNorm
     out_proj: RowParallelLinear
 
+    def projected(self, x_BTM: Tensor) -> Sequence[Tensor]:
+        """q, k, v and beta, and the extra projections."""
+        return self.in_proj(x_BTM, self.in_proj.local_splits)
+
     @abstractmethod
     def log_decay(self, extra: Sequence[Tensor]) -> Tensor | None:
-        """The log decay g [B, T, H], at most 0, from the extra projections, in fp32; None: the state does not decay."""
+        """The log decay g [B, T, H] or, of channels, [B, T, H, K], at most 0, from the extra projections, in fp32; None: the state
+        does not decay."""
 
     @abstractmethod
     def gate(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
@@ -50,7 +57,7 @@ class DeltaRuleMixer(Mixer):
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
         config, dtype = self.config, self.norm.weight.dtype
-        q_BTD, k_BTD, v_BTD, beta_BTH, *extra = self.in_proj(x_BTM, self.in_proj.local_splits)
+        q_BTD, k_BTD, v_BTD, beta_BTH, *extra = self.projected(x_BTM)
         final_state: State = {}
 
         def convolved(name: str, x_BTD: Tensor) -> Tensor:
@@ -62,15 +69,15 @@ class DeltaRuleMixer(Mixer):
             final_state[key] = final_tail["conv"]
             return y_BTD.unflatten(2, (-1, config.d_value if name == "v" else config.d_key))
 
-        g_BTH, beta_BTH = self.log_decay(extra), torch.sigmoid(beta_BTH.to(dtype))
+        g, beta_BTH = self.log_decay(extra), torch.sigmoid(beta_BTH.to(dtype))
         inputs = (
             self._unit(convolved("q", q_BTD)),
             self._unit(convolved("k", k_BTD)),
             convolved("v", v_BTD),
             beta_BTH if config.beta_max == 1.0 else config.beta_max * beta_BTH,
-            *(() if g_BTH is None else (g_BTH,)),
+            *(() if g is None else (g,)),
         )
-        recurrence = DeltaRule(gated=g_BTH is not None)
+        recurrence = DeltaRule(gated=g is not None, by_channel=g is not None and g.ndim == 4)
         o_BTHV, S = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context)
         final_state |= S
         return self.out_proj(self.gate(self.norm(o_BTHV), extra).flatten(2)), final_state

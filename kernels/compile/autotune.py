@@ -63,6 +63,8 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
         {"x_chunk": (32, 64), "y_chunk": (64, 128), "warps_chunk": (4, 8)},
         {"x": (32, 64, 128), "y": (64, 128), "warps": (4, 8)},
         {"x_products": (32, 64, 128)},
+        {"x_scores": (16, 32), "warps_scores": (4, 8)},
+        {"x_gated": (32, 64), "y_gated": (32, 64), "warps_gated": (4, 8)},
         {"stages": (1, 2)},
     ),
     lattice.KERNEL: (
@@ -278,7 +280,8 @@ def _delta_rule(request: launch_configs.Request, device: torch.device, dtype: to
 
     q, k, v, dy = (randn(sizes[name]) for name in ("d_key", "d_key", "d_value", "d_value"))
     leaves = [q.to(dtype), F.normalize(k, dim=-1).to(dtype), v.to(dtype), torch.sigmoid(randn())]
-    leaves += [F.logsigmoid(3 + randn())] if request.shape["gate"] == "scalar" else []
+    channels = {"none": None, "scalar": (), "key": (sizes["d_key"],)}[str(request.shape["gate"])]
+    leaves += [] if channels is None else [F.logsigmoid(3 + randn(*channels))]
     leaves = [x.requires_grad_() for x in leaves]
 
     def call(config: delta_rule.LaunchConfig) -> list[Tensor]:

@@ -6,8 +6,10 @@ and keys may have one head for all, which broadcasts: what is computed of keys a
 Within a chunk the state after token i is decay_i S + sum_j decay_ij k_j u_j^T, where u_j is what token j writes: beta_j times the
 difference between v_j and what the state before it recalls. Each u depends linearly on the earlier ones, so together they solve one
 unit lower triangular system of the chunk's size (the WY representation and UT transform of Yang et al. 2024, section 3; with
-decays, Yang, Kautz & Hatamizadeh 2025, section 3.3). The entering state is part of the right-hand side, so there is one solve per
-chunk. Exponents are sums of log-decays, never differences: none is positive, and nothing is divided by a decay.
+decays, Yang, Kautz & Hatamizadeh 2025, section 3.3; with decays of channels, Kimi Team 2025, section 3). The entering state is part
+of the right-hand side, so there is one solve per chunk. Exponents are sums of log-decays, never differences: none is positive, and
+nothing is divided by a decay. With decays of channels they are those of gated linear attention (`chunk_math`), as is all that
+follows from u.
 """
 
 from functools import partial
@@ -15,9 +17,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.chunked_autograd import run_chunked, state_dtype
+from baton.kernels.common.launch_utils import next_power_of_2
+from baton.kernels.gated_linear_attention.chunk_math import ChannelDecay, extended, extended_positions
 from baton.kernels.protocol import Inputs, State
 
 CHUNK = 64
@@ -63,7 +68,7 @@ def delta_rule_transition(
     with torch.no_grad(), without_autocast(k):
         for begin in range(0, length, chunk):
             piece = slice(begin, begin + chunk)
-            v_BLHX = torch.nn.functional.pad(v[:, piece], (0, d_key))
+            v_BLHX = pad(v[:, piece], (0, d_key))
             gate = None if g is None else g[:, piece]
             where = None if pos is None else pos[:, piece]
             S_BHKX = _solve(k[:, piece], v_BLHX, beta[:, piece], gate, where, S_BHKX, dtype).leaving()
@@ -84,31 +89,77 @@ class _Solved(NamedTuple):
     entering_decay: Tensor
     S: Tensor
 
+    def read(self, q_BHLK: Tensor) -> Tensor:
+        """S_i^T q_i, [B, H, L, V]."""
+        scores_BHLL = q_BHLK @ self.k.transpose(2, 3) * self.decay
+        return self.entering_decay * (q_BHLK @ self.S) + scores_BHLL @ self.u
+
     def leaving(self) -> Tensor:
         """The state after the last token."""
         kept_BHLK = self.k * self.decay[:, :, -1, :, None]
         return self.entering_decay[:, :, -1:] * self.S + kept_BHLK.transpose(2, 3) @ self.u
 
 
+class _SolvedByChannel(NamedTuple):
+    """As `_Solved`, with decays of the keys' channels. k, u and what reads have the decay's number of tokens, a power of two."""
+
+    k: Tensor
+    u: Tensor
+    decay: ChannelDecay
+    S: Tensor
+
+    def read(self, q_BHLK: Tensor) -> Tensor:
+        length, wide = q_BHLK.shape[2], self.u.shape[2]
+        q_BHLK = pad(q_BHLK, (0, 0, 0, wide - length)).expand(-1, self.u.shape[1], -1, -1)
+        return self.decay.read_keys(q_BHLK.unsqueeze(3), self.k, self.u, self.S)[:, :, :length, 0]
+
+    def leaving(self) -> Tensor:
+        return self.decay.write_keys(self.k, self.u, self.S)
+
+
 def _step(inputs: Inputs, pos: Tensor | None, state: State, *, scale: float, dtype: torch.dtype) -> tuple[Tensor, State]:
     q, k, v, beta, *gate = inputs
     chunk = _solve(k, v, beta, gate[0] if gate else None, pos, state["S"], dtype)
-    q_BHLK = scale * q.transpose(1, 2).to(dtype)
-    scores_BHLL = q_BHLK @ chunk.k.transpose(2, 3) * chunk.decay
-    o_BHLV = chunk.entering_decay * (q_BHLK @ chunk.S) + scores_BHLL @ chunk.u
+    o_BHLV = chunk.read(scale * q.transpose(1, 2).to(dtype))
     return o_BHLV.transpose(1, 2).to(q.dtype), {"S": chunk.leaving()}
 
 
-def _solve(k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, pos: Tensor | None, S_BHKV: Tensor, dtype: torch.dtype) -> _Solved:
+def _solve(
+    k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, pos: Tensor | None, S_BHKV: Tensor, dtype: torch.dtype
+) -> _Solved | _SolvedByChannel:
     """u_i = beta_i (v_i - (decay_i S + sum_{j < i} decay_ij k_j u_j^T)^T k_i), for all tokens of a chunk at once."""
-    k_BHLK, v_BHLV = k.transpose(1, 2).to(dtype), v.transpose(1, 2).to(dtype)
-    beta_BHL1 = beta.transpose(1, 2).to(dtype).unsqueeze(3)
+    if g is not None and g.ndim == 4:
+        return _solve_by_channel(k, v, beta, g, pos, S_BHKV, dtype)
+    k_BHLK, v_BHLV, beta_BHL1 = _heads_first(k, v, beta, dtype)
     decay_BHLL, entering_decay_BHL1 = _decays(k.shape[1], None if g is None else g.transpose(1, 2).to(dtype), pos, k_BHLK)
     missed_BHLV = v_BHLV - entering_decay_BHL1 * (k_BHLK @ S_BHKV)
-    # of this matrix the solve reads what is below the diagonal, and takes the diagonal to be 1
-    overlaps_BHLL = beta_BHL1 * decay_BHLL * (k_BHLK @ k_BHLK.transpose(2, 3))
-    u_BHLV = torch.linalg.solve_triangular(overlaps_BHLL, beta_BHL1 * missed_BHLV, upper=False, unitriangular=True)
+    u_BHLV = _written(decay_BHLL * (k_BHLK @ k_BHLK.transpose(2, 3)), missed_BHLV, beta_BHL1)
     return _Solved(k_BHLK, u_BHLV, decay_BHLL, entering_decay_BHL1, S_BHKV)
+
+
+def _solve_by_channel(
+    k: Tensor, v: Tensor, beta: Tensor, g: Tensor, pos: Tensor | None, S_BHKV: Tensor, dtype: torch.dtype
+) -> _SolvedByChannel:
+    # tokens that are added write nothing, for their beta is 0, and leave the state as it is
+    length = next_power_of_2(k.shape[1])
+    k, v, beta, g = (extended(x, length) for x in (k, v, beta, g))
+    decay = ChannelDecay(g.transpose(1, 2).to(dtype), extended_positions(pos, length))
+    k_BHLK, v_BHLV, beta_BHL1 = _heads_first(k, v, beta, dtype)
+    k_BHLK = k_BHLK.expand(-1, v.shape[2], -1, -1)
+    missed_BHLV = v_BHLV - (decay.since * k_BHLK) @ S_BHKV
+    u_BHLV = _written(decay.key_scores(k_BHLK.unsqueeze(3), k_BHLK)[:, :, :, 0], missed_BHLV, beta_BHL1)
+    return _SolvedByChannel(k_BHLK, u_BHLV, decay, S_BHKV)
+
+
+def _heads_first(k: Tensor, v: Tensor, beta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """k [B, H, L, K], v [B, H, L, V], beta [B, H, L, 1]."""
+    return k.transpose(1, 2).to(dtype), v.transpose(1, 2).to(dtype), beta.transpose(1, 2).to(dtype).unsqueeze(3)
+
+
+def _written(recalled_BHLL: Tensor, missed_BHLV: Tensor, beta_BHL1: Tensor) -> Tensor:
+    """u [B, H, L, V]. recalled: what key i reads of what was written with key j, k_i^T (decay_ij k_j)."""
+    # of this matrix the solve reads what is below the diagonal, and takes the diagonal to be 1
+    return torch.linalg.solve_triangular(beta_BHL1 * recalled_BHLL, beta_BHL1 * missed_BHLV, upper=False, unitriangular=True)
 
 
 def _decays(length: int, g_BHL: Tensor | None, pos: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:

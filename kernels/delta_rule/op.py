@@ -27,14 +27,16 @@ def delta_rule(
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The delta rule over a piece of a sequence (DeltaNet), with a decay per head if g is given (Gated DeltaNet). Per head:
+    """The delta rule over a piece of a sequence (DeltaNet), with a decay if g is given: a number per head (Gated DeltaNet), or one
+    per channel of the keys (Kimi Delta Attention), where exp(g_t) is a diagonal matrix. Per head:
 
         S_t = (I - beta_t k_t k_t^T) exp(g_t) S_{t-1} + beta_t k_t v_t^T
         o_t = scale S_t^T q_t
 
-    Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", section 2.2, and Yang, Kautz &
-    Hatamizadeh 2025, "Gated Delta Networks", equation 10; their state is the transpose of this one. The state decays before the
-    key's old value is erased from it. Where pos == 0, S_{t-1} is replaced by 0: a document never sees the state of the one before.
+    Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", section 2.2; Yang, Kautz &
+    Hatamizadeh 2025, "Gated Delta Networks", equation 10; Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention
+    Architecture", section 3. The second's state is the transpose of this one. The state decays before the key's old value is erased
+    from it. Where pos == 0, S_{t-1} is replaced by 0: a document never sees the state of the one before.
 
     With |k| = 1 and beta from 0 to 2 no state grows but by what is written; beta = 1 replaces what k recalls by v, beta = 0 and
     g = 0 keep every bit of the state.
@@ -45,7 +47,7 @@ def delta_rule(
             the key h // (heads / key_heads), as in Qwen3-Next.
         v: values, [batch, T, heads, d_value].
         beta: writing strength, no unit, 0 to 1 (up to 2 where negative eigenvalues are wanted), [batch, T, heads]; not checked.
-        g: logarithm of the decay, finite and at most 0, [batch, T, heads]; not checked. None: no decay.
+        g: logarithm of the decay, finite and at most 0, [batch, T, heads] or [batch, T, heads, d_key]; not checked. None: no decay.
         scale: of the output; None: d_key ** -0.5.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
@@ -74,7 +76,9 @@ def delta_rule(
     expect_tensor(_KERNEL, "beta", beta, ("batch", "T", "heads"), (batch, length, heads), device)
     tensors = {"q": q, "k": k, "v": v, "beta": beta}
     if g is not None:
-        expect_tensor(_KERNEL, "g", g, ("batch", "T", "heads"), (batch, length, heads), device)
+        channels = (d_key,) if isinstance(g, Tensor) and g.ndim == 4 else ()
+        along = ("batch", "T", "heads", "d_key")[: 3 + len(channels)]
+        expect_tensor(_KERNEL, "g", g, along, (batch, length, heads, *channels), device)
         tensors["g"] = g
     dtype = expect_one_precision(_KERNEL, **tensors)
     if initial_state is not None:

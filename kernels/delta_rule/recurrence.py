@@ -23,17 +23,19 @@ from baton.kernels.protocol import Inputs, LinearRecurrence, MatrixAffine, State
 class DeltaRule(LinearRecurrence):
     """Inputs q, k, v, beta and, if gated, g along time; State {S [batch, heads, d_key, d_value]}. See `op.delta_rule`.
 
-    scale: of the output; None: d_key ** -0.5. key_heads: number of heads of keys and queries, each for a group of heads, in
-    examples (0: every head has its own); everything else reads it off the inputs.
+    scale: of the output; None: d_key ** -0.5. In examples, everything else reads them off the inputs: by_channel, whether g is of
+    the keys' channels; key_heads, number of heads of keys and queries, each for a group of heads (0: every head has its own).
     """
 
     gated: bool
+    by_channel: bool = False
     scale: float | None = None
     key_heads: int = 0
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return ("gated_delta_rule" if self.gated else "delta_rule") + (f"-key-heads-{self.key_heads}" if self.key_heads else "")
+        rule = "channel_gated_delta_rule" if self.by_channel else "gated_delta_rule" if self.gated else "delta_rule"
+        return rule + (f"-key-heads-{self.key_heads}" if self.key_heads else "")
 
     @property
     def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -92,8 +94,14 @@ class DeltaRule(LinearRecurrence):
         k = torch.where(again < 0.2, k.roll(1, dims=1), k).masked_fill(nothing < 0.1, 0.0)
         beta = 2 * extreme_gates(generator, batch, length, heads, dtype=dtype)
         rule = (normal(batch, length, key_heads, d_key), k, normal(batch, length, heads, d_value), beta)
-        gate = (extreme_log_gates(generator, batch, length, heads, dtype=dtype),) if self.gated else ()
+        channels = (d_key,) if self.by_channel else ()
+        gate = (extreme_log_gates(generator, batch, length, heads, *channels, dtype=dtype),) if self.gated else ()
         return (*rule, *gate), {"S": normal(batch, heads, d_key, d_value)}
 
 
-RECURRENCES = (DeltaRule(gated=False), DeltaRule(gated=True), DeltaRule(gated=True, key_heads=2))
+RECURRENCES = (
+    DeltaRule(gated=False),
+    DeltaRule(gated=True),
+    DeltaRule(gated=True, key_heads=2),
+    DeltaRule(gated=True, by_channel=True),
+)

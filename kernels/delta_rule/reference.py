@@ -1,4 +1,4 @@
-"""The delta rule as a sequential loop over time, with and without a gate: the definition.
+"""The delta rule as a sequential loop over time, with a gate per head or per key channel and without one: the definition.
 
 Shape suffixes: B batch, H heads, K d_key, V d_value.
 
@@ -23,13 +23,13 @@ def delta_rule_reference(
 ) -> tuple[Tensor, Tensor]:
     """The delta rule in the promoted dtype; shapes as in `op.delta_rule`, nothing is checked.
 
-        S' = exp(g_t) S_{t-1}                     0 where pos == 0; exp(g_t) = 1 without a gate
+        S' = exp(g_t) S_{t-1}                     0 where pos == 0; exp(g_t) = 1 without a gate, Diag(exp(g_t)) of channels
         S_t = S' + beta_t k_t (v_t - S'^T k_t)^T  = (I - beta_t k_t k_t^T) S' + beta_t k_t v_t^T
         o_t = scale S_t^T q_t
 
     Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule", section 2.2; with g: Yang, Kautz & Hatamizadeh
-    2025, "Gated Delta Networks", equation 10, whose state is the transpose of this one. A head of keys and queries is that of v's
-    heads / key heads consecutive ones.
+    2025, "Gated Delta Networks", equation 10, whose state is the transpose of this one; with g of channels: Kimi Team 2025, "Kimi
+    Linear", section 3. A head of keys and queries is that of v's heads / key heads consecutive ones.
     """
     scale = k.shape[3] ** -0.5 if scale is None else scale
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
@@ -39,7 +39,8 @@ def delta_rule_reference(
         if pos is not None:
             S_BHKV = S_BHKV.masked_fill((pos[:, t] == 0)[:, None, None, None], 0.0)
         if g is not None:
-            S_BHKV = g[:, t, :, None, None].exp() * S_BHKV
+            decay_BHK1 = g[:, t, ..., None].exp()
+            S_BHKV = (decay_BHK1 if g.ndim == 4 else decay_BHK1[..., None]) * S_BHKV
         k_BHK1, beta_BH1 = k[:, t, :, :, None], beta[:, t, :, None]
         recalled_BHV = (S_BHKV * k_BHK1).sum(2)
         S_BHKV = S_BHKV + k_BHK1 * (beta_BH1 * (v[:, t] - recalled_BHV))[:, :, None, :]

@@ -17,10 +17,12 @@ from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.gated_linear_attention.launch_args import QKV, PreparedGates, Side
 from baton.kernels.gated_linear_attention.launch_args import LaunchConfig as GLALaunchConfig
+from baton.kernels.gated_linear_attention.reference import Gate
 from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch
 
 _forward_kernels = LazyModule("baton.kernels.delta_rule.wy_forward_kernels")
 _backward_kernels = LazyModule("baton.kernels.delta_rule.wy_backward_kernels")
+_channel_launch = LazyModule("baton.kernels.channel_delta_rule.triton_launch")  # which imports this module
 
 KERNEL = "delta_rule"
 SMALL = 32
@@ -89,7 +91,8 @@ def delta_rule_transition_triton(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, pos: Tensor | None, config: LaunchConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `chunked.delta_rule_transition`, for arguments that `delta_rule_triton` accepts."""
-    launch = _DeltaRuleLaunch(k, k, v, beta, g, 1.0, launch_utils.int32_positions(pos), config or _launch_config_for(k, v, g))
+    config = config or _launch_config_for(k, v, g)
+    launch = _launch_class(g)(k, k, v, beta, g, 1.0, launch_utils.int32_positions(pos), config)
     X, Y = launch.gla.sizes
     transitions = launch.transitions(
         launch.compute_inverses(), launch.chunks_per_piece(-(-(Y + X) // launch.chunk_loop_options(launch.config.values)["BY"]))
@@ -102,10 +105,15 @@ def delta_rule_transition_triton(
     return M.contiguous(), add.contiguous()
 
 
-def shape_of(gated: bool, d_key: int, d_value: int) -> launch_configs.Shape:
+def gate_of(g: Tensor | None) -> Gate:
+    """What decays with g."""
+    return "none" if g is None else "key" if g.ndim == 4 else "scalar"
+
+
+def shape_of(gate: Gate, d_key: int, d_value: int) -> launch_configs.Shape:
     """The shape for the table of launch configurations."""
     return {
-        "gate": "scalar" if gated else "none",
+        "gate": gate,
         "d_key": launch_utils.next_power_of_2(d_key),
         "d_value": launch_utils.next_power_of_2(d_value),
     }
@@ -114,11 +122,18 @@ def shape_of(gated: bool, d_key: int, d_value: int) -> launch_configs.Shape:
 def _launch_config_for(k: Tensor, v: Tensor, g: Tensor | None) -> LaunchConfig:
     batch, length, heads, d_value = v.shape
     sizes = {"batch": batch, "tokens": length, "heads": heads, "d_key": k.shape[3], "d_value": d_value}
-    return launch_configs.choose(KERNEL, _DEFAULT, v.device, shape_of(g is not None, k.shape[3], d_value), sizes)
+    return launch_configs.choose(KERNEL, _DEFAULT, v.device, shape_of(gate_of(g), k.shape[3], d_value), sizes)
 
 
-class _DeltaRuleLaunch:
-    """Launches of one call."""
+def _launch_class(g: Tensor | None) -> type["DeltaRuleLaunch"]:
+    if gate_of(g) != "key":
+        return DeltaRuleLaunch
+    launch: type[DeltaRuleLaunch] = _channel_launch.ChannelDeltaRuleLaunch
+    return launch
+
+
+class DeltaRuleLaunch:
+    """Launches of one call, for decays of heads or none; for those of channels see `channel_delta_rule.triton_launch`."""
 
     def __init__(
         self,
@@ -275,7 +290,7 @@ class _DeltaRule(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial_state: Tensor | None, scale: float,
         pos: Tensor | None, config: LaunchConfig,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last, inverse = _DeltaRuleLaunch(q, k, v, beta, g, scale, pos, config).forward(_contiguous(initial_state))
+        y, last, inverse = _launch_class(g)(q, k, v, beta, g, scale, pos, config).forward(_contiguous(initial_state))
         ctx.save_for_backward(q, k, v, beta, g, initial_state, inverse, pos)
         ctx.scale, ctx.config = scale, config
         return y, last
@@ -284,7 +299,7 @@ class _DeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         q, k, v, beta, g, initial_state, inverse, pos = ctx.saved_tensors
-        launch = _DeltaRuleLaunch(q, k, v, beta, g, ctx.scale, pos, ctx.config)
+        launch = _launch_class(g)(q, k, v, beta, g, ctx.scale, pos, ctx.config)
         dq, dk, dv, dbeta, dg, dfirst = launch.backward(
             _contiguous(initial_state), inverse, launch_utils.contiguous_last_dim(dy), dlast.contiguous()
         )

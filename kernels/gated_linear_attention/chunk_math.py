@@ -138,8 +138,8 @@ class ChannelDecay:
             for sums in self._to_join
         )
 
-    def read_keys(self, q_BHLGK: Tensor, k_BHLK: Tensor, v_BHLV: Tensor, S_BHKV: Tensor) -> Tensor:
-        """As `ScalarDecay.read`, where the decays are along the keys."""
+    def key_scores(self, q_BHLGK: Tensor, k_BHLK: Tensor) -> Tensor:
+        """q_i^T Diag(decay from j to i) k_j for j <= i, else 0, [B, H, L, G, L], where the decays are along the keys."""
         length, group = q_BHLGK.shape[2:4]
         scores = (q_BHLGK * k_BHLK[:, :, :, None]).sum(-1)[..., None]
         for since, until in self._joints:
@@ -149,7 +149,12 @@ class ChannelDecay:
             across = (q_2 * since[:, :, :, :, None]).flatten(3, 4) @ (k_1 * until).transpose(3, 4)
             within_1, within_2 = _halves(scores)
             scores = torch.cat((pad(within_1, (0, rows)), torch.cat((across, within_2), dim=4)), dim=3)
-        read = scores.reshape(*scores.shape[:2], length * group, length) @ v_BHLV
+        return scores.reshape(*scores.shape[:2], length, group, length)
+
+    def read_keys(self, q_BHLGK: Tensor, k_BHLK: Tensor, v_BHLV: Tensor, S_BHKV: Tensor) -> Tensor:
+        """As `ScalarDecay.read`, where the decays are along the keys."""
+        length, group = q_BHLGK.shape[2:4]
+        read = self.key_scores(q_BHLGK, k_BHLK).flatten(2, 3) @ v_BHLV
         read = read + (q_BHLGK * self.since[:, :, :, None]).flatten(2, 3) @ S_BHKV
         return read.unflatten(2, (length, group))
 

@@ -170,10 +170,11 @@ class LinearAttentionLaunch:
         )  # fmt: skip
         return PreparedGates(sums, read, written, whole)
 
-    def launch_scores(self, r: Tensor, w: Tensor, sums: Tensor | None, *, gated: bool) -> Tensor:
-        """What is read of what is written, but for the scale, [B, Q, N, C, C]; over what lies along x if gated, along y if not."""
+    def launch_scores(self, r: Tensor, w: Tensor, sums: Tensor | None, *, gated: bool, dtype: torch.dtype | None = None) -> Tensor:
+        """What is read of what is written, but for the scale, [B, Q, N, C, C]; over what lies along x if gated, along y if not.
+        dtype: of the result; None: that of products."""
         chunk, size = self.config.chunk, r.shape[3]
-        found = self.new(self.batch, self.query_heads, self.chunks, chunk, chunk, dtype=self.kept)
+        found = self.new(self.batch, self.query_heads, self.chunks, chunk, chunk, dtype=dtype or self.kept)
         options: dict[str, Any] = {**self.common, **self.low}
         if gated and self.per_channel:
             # more programs per SM hide more latency than pipelined loads would

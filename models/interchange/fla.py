@@ -1,5 +1,6 @@
-"""flash-linear-attention's models of a recurrence and a gated MLP in each layer: GLA, GSA, RetNet, DeltaNet and Gated DeltaNet; and
-its Transformer, which is read alone: Baton writes one in transformers' formats, which need no FlashAttention.
+"""flash-linear-attention's models of a recurrence and a gated MLP in each layer: GLA, GSA and RetNet, and those
+of the delta rule in `fla_delta_rule`; and its Transformer, which is read alone: Baton writes one in transformers' formats, which
+need no FlashAttention.
 
 Read are those settings with which fla's layer computes what Baton's mixer does; others are refused by key and value. A model of
 Baton's has one norm_eps, and fla's code has constants beside its own: GSA's output norm and the norms of the Transformer's queries
@@ -16,8 +17,6 @@ from baton.models.interchange.family import Family, only, parameters, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
 from baton.models.settings import MixerConfig
 from baton.models.settings.attention import AttentionConfig
-from baton.models.settings.delta_net import DeltaNetConfig
-from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
 from baton.models.settings.gla import GLAConfig
 from baton.models.settings.gsa import GSAConfig
 from baton.models.settings.retnet import RetNetConfig
@@ -26,7 +25,7 @@ from baton.models.settings.swiglu import SwiGLUConfig
 FEATURE_MAPS = {None: "identity", "relu": "relu", "silu": "silu", "swish": "silu"}
 
 
-class _Fla(Family):
+class Fla(Family):
     """What the models have in common: the layer's frame and the MLP."""
 
     needed: ClassVar[dict[str, tuple[Any, Any]]]
@@ -72,7 +71,7 @@ class _Fla(Family):
         }
 
     def fits(self, model: ModelConfig) -> bool:
-        return super().fits(model) and self._says(_parts(model, 0)[0], model)
+        return super().fits(model) and self._says(_parts(model, 0)[0], model.d_model, model.norm_eps)
 
     def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
         mixer, swiglu = _parts(model, number)
@@ -96,7 +95,7 @@ class _Fla(Family):
         """Keys of config.json."""
 
     @abstractmethod
-    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+    def _says(self, mixer: MixerConfig, width: int, norm_eps: float) -> bool:
         """Whether config.json can say a mixer's settings."""
 
     def _tensors(self, mixer: MixerConfig, width: int) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
@@ -108,10 +107,10 @@ class _Fla(Family):
     """Their names of a mixer's tensors, by ours."""
 
 
-_QKV = {f"in_proj.{part}.weight": f"{part}_proj.weight" for part in "qkv"} | {"out_proj.weight": "o_proj.weight"}
+QKV = {f"in_proj.{part}.weight": f"{part}_proj.weight" for part in "qkv"} | {"out_proj.weight": "o_proj.weight"}
 
 
-class _FlaLinearAttention(_Fla):
+class _FlaLinearAttention(Fla):
     """Linear attention with an output gate, or without one."""
 
     needed: ClassVar[dict[str, tuple[Any, Any]]] = {
@@ -119,7 +118,7 @@ class _FlaLinearAttention(_Fla):
         "elementwise_affine": (True, True),
         "fuse_norm": (True, True),
     }
-    names: ClassVar[dict[str, str]] = {**_QKV, "in_proj.gate.weight": "g_proj.weight", "norm.weight": "g_norm_swish_gate.weight"}
+    names: ClassVar[dict[str, str]] = {**QKV, "in_proj.gate.weight": "g_proj.weight", "norm.weight": "g_norm_swish_gate.weight"}
     default_heads: ClassVar[int]
     default_expansions: ClassVar[tuple[float, float]]
     """Widths of all keys and of all values, of d_model."""
@@ -133,8 +132,8 @@ class _FlaLinearAttention(_Fla):
             raise InterchangeError(f"config.json: feature_map={mapped!r}: Baton reads {', '.join(map(str, FEATURE_MAPS))}")
         return {
             "heads": heads,
-            "d_key": _per_head(config, "expand_k", of_keys, width, heads),
-            "d_value": _per_head(config, "expand_v", of_values, width, heads),
+            "d_key": per_head(config, "expand_k", of_keys, width, heads),
+            "d_value": per_head(config, "expand_v", of_values, width, heads),
             "feature_map": FEATURE_MAPS[mapped],
             "output_gate": config.get("use_output_gate", True),
         }
@@ -143,7 +142,7 @@ class _FlaLinearAttention(_Fla):
         assert isinstance(mixer, GLAConfig | RetNetConfig)
         mapped = None if mixer.feature_map == "identity" else mixer.feature_map
         named = {"feature_map": mapped, "use_output_gate": mixer.output_gate}
-        return {**_expansions(*mixer.head_sizes(width), width), **named}
+        return {**expansions(*mixer.head_sizes(width), width), **named}
 
     def _tensors(self, mixer: MixerConfig, width: int) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
         assert isinstance(mixer, GLAConfig | RetNetConfig)
@@ -170,13 +169,13 @@ class FlaGLA(_FlaLinearAttention):
         # fla's model leaves the rank and the normaliser at its layer's defaults, whatever config.json says
         return {**super()._mixer(config, width), "gate_low_rank_dim": 16, "gate_logit_normalizer": 16.0}
 
-    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+    def _says(self, mixer: MixerConfig, width: int, norm_eps: float) -> bool:
         assert isinstance(mixer, GLAConfig)
         fixed = mixer.gate_low_rank_dim == 16 and mixer.gate_logit_normalizer == 16
         return fixed and mixer.feature_map in FEATURE_MAPS.values()
 
 
-class FlaGSA(_Fla):
+class FlaGSA(Fla):
     library = "flash-linear-attention, GSAForCausalLM"
     architectures: ClassVar[tuple[str, ...]] = ("GSAForCausalLM",)
     model_type = "gsa"
@@ -189,7 +188,7 @@ class FlaGSA(_Fla):
         "expand_v": (1, 1),
         "norm_eps": (1e-5, 1e-6),
     }
-    names: ClassVar[dict[str, str]] = {**_QKV, "in_proj.alpha.weight": "f_proj.weight", "norm.weight": "g_norm.weight"}
+    names: ClassVar[dict[str, str]] = {**QKV, "in_proj.alpha.weight": "f_proj.weight", "norm.weight": "g_norm.weight"}
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
         heads = _heads(config, 4, width)
@@ -206,11 +205,11 @@ class FlaGSA(_Fla):
         found = {"num_heads": heads, "num_kv_heads": kv_heads, "num_slots": mixer.slots, "norm_eps": 1e-5}
         return {**found, "gate_logit_normalizer": mixer.gate_logit_normalizer}
 
-    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+    def _says(self, mixer: MixerConfig, width: int, norm_eps: float) -> bool:
         assert isinstance(mixer, GSAConfig)
-        whole = mixer.head_counts(model.d_model)[0] * mixer.head_dim == model.d_model
+        whole = mixer.head_counts(width)[0] * mixer.head_dim == width
         fixed = mixer.fused and mixer.output_activation == "silu" and mixer.slot_activation == "softmax"
-        return whole and fixed and model.norm_eps == 1e-5
+        return whole and fixed and norm_eps == 1e-5
 
 
 class FlaRetNet(_FlaLinearAttention):
@@ -221,109 +220,19 @@ class FlaRetNet(_FlaLinearAttention):
     default_hidden_ratio = 2
     default_heads, default_expansions = 8, (1.0, 2.0)
 
-    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+    def _says(self, mixer: MixerConfig, width: int, norm_eps: float) -> bool:
         assert isinstance(mixer, RetNetConfig)
         return (mixer.decay_exponent, mixer.rope_theta) == (5, 1e4) and mixer.feature_map in FEATURE_MAPS.values()
 
 
-class _FlaDeltaRule(_Fla):
-    """Convolutions of queries, keys and values, whose lengths are 1, and the writing strength beta."""
-
-    needed: ClassVar[dict[str, tuple[Any, Any]]] = {"use_short_conv": (True, True), "norm_eps": (1e-6, 1e-6)}
-    names: ClassVar[dict[str, str]] = {
-        **_QKV,
-        **{f"conv_weights.{part}": f"{part}_conv1d.weight" for part in "qkv"},
-        "in_proj.beta.weight": "b_proj.weight",
-        "norm.weight": "o_norm.weight",
-    }
-
-    def _strength(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {"d_conv": config.get("conv_size", 4), "beta_max": 2.0 if config.get("allow_neg_eigval") else 1.0}
-
-
-class FlaDeltaNet(_FlaDeltaRule):
-    library = "flash-linear-attention, DeltaNetForCausalLM"
-    architectures: ClassVar[tuple[str, ...]] = ("DeltaNetForCausalLM",)
-    model_type = "delta_net"
-    kinds = ("delta_net", "swiglu")
-    needed: ClassVar[dict[str, tuple[Any, Any]]] = {
-        **_FlaDeltaRule.needed,
-        "use_gate": (False, False),
-        "use_beta": (True, True),
-        "use_output_norm": (True, True),
-        "qk_norm": ("l2", "l2"),
-        "qk_activation": ("silu", "silu"),
-    }
-
-    def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        heads = config.get("num_heads", 16)
-        widths = {name: _per_head(config, key, 1.0, width, heads) for name, key in (("d_key", "expand_k"), ("d_value", "expand_v"))}
-        return {"heads": heads, **widths, **self._strength(config)}
-
-    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
-        assert isinstance(mixer, DeltaNetConfig)
-        expanded = _expansions(mixer.head_count(width), mixer.d_key, mixer.d_value, width)
-        return {**expanded, "conv_size": mixer.d_conv, "allow_neg_eigval": mixer.beta_max == 2}
-
-    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
-        assert isinstance(mixer, DeltaNetConfig)
-        grouped = mixer.value_head_count(model.d_model) != mixer.head_count(model.d_model)
-        return mixer.beta_max in (1, 2) and model.norm_eps == 1e-6 and not grouped
-
-
-class FlaGatedDeltaNet(_FlaDeltaRule):
-    library = "flash-linear-attention, GatedDeltaNetForCausalLM"
-    architectures: ClassVar[tuple[str, ...]] = ("GatedDeltaNetForCausalLM",)
-    model_type = "gated_deltanet"
-    kinds = ("gated_delta_net", "swiglu")
-    float32_only = ("A_log", "dt_bias")
-    needed: ClassVar[dict[str, tuple[Any, Any]]] = {**_FlaDeltaRule.needed, "use_gate": (True, True)}
-    names: ClassVar[dict[str, str]] = {
-        **_FlaDeltaRule.names,
-        "in_proj.dt.weight": "a_proj.weight",
-        "in_proj.gate.weight": "g_proj.weight",
-        "A_log": "A_log",
-        "dt_bias": "dt_bias",
-    }
-
-    def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        heads, d_key = config.get("num_heads", 6), config.get("head_dim", 256)
-        if config.get("output_gate_activation", "swish") != "silu":
-            only(config, "output_gate_activation", "swish", "swish")
-        return {
-            "heads": heads,
-            "v_heads": config.get("num_v_heads"),
-            "d_key": d_key,
-            "d_value": _per_head(config, "expand_v", 2.0, d_key, 1),
-            **self._strength(config),
-        }
-
-    def _config(self, mixer: MixerConfig, width: int) -> dict[str, Any]:
-        assert isinstance(mixer, GatedDeltaNetConfig)
-        return {
-            "num_heads": mixer.head_count(width),
-            "num_v_heads": mixer.v_heads,
-            "head_dim": mixer.d_key,
-            "expand_v": mixer.d_value / mixer.d_key,
-            "conv_size": mixer.d_conv,
-            "allow_neg_eigval": mixer.beta_max == 2,
-        }
-
-    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
-        assert isinstance(mixer, GatedDeltaNetConfig)
-        # fla cuts d_key * expand_v off to a whole number
-        whole = int(mixer.d_key * (mixer.d_value / mixer.d_key)) == mixer.d_value
-        return whole and mixer.beta_max in (1, 2) and model.norm_eps == 1e-6
-
-
-class FlaTransformer(_Fla):
+class FlaTransformer(Fla):
     library = "flash-linear-attention, TransformerForCausalLM"
     architectures: ClassVar[tuple[str, ...]] = ("TransformerForCausalLM",)
     model_type = "transformer"
     kinds = ("attention", "swiglu")
     needed: ClassVar[dict[str, tuple[Any, Any]]] = {"elementwise_affine": (True, True)}
     names: ClassVar[dict[str, str]] = {
-        **_QKV,
+        **QKV,
         **{f"qkv_bias.{part}": f"{part}_proj.bias" for part in "qkv"},
         **{f"{part}_norm.weight": f"{part}_norm.weight" for part in "qk"},
     }
@@ -346,7 +255,7 @@ class FlaTransformer(_Fla):
         names = {"num_heads": heads, "num_kv_heads": kv_heads, "window_size": mixer.window, "rope_theta": mixer.rope_theta}
         return {**names, "qkv_bias": mixer.qkv_bias, "qk_norm": mixer.qk_norm}
 
-    def _says(self, mixer: MixerConfig, model: ModelConfig) -> bool:
+    def _says(self, mixer: MixerConfig, width: int, norm_eps: float) -> bool:
         return False
 
 
@@ -358,11 +267,11 @@ def _heads(config: Mapping[str, Any], default: int, width: int) -> dict[str, int
     return {"heads": heads, "kv_heads": config.get("num_kv_heads") or heads, "head_dim": width // heads}
 
 
-def _expansions(heads: int, d_key: int, d_value: int, width: int) -> dict[str, Any]:
+def expansions(heads: int, d_key: int, d_value: int, width: int) -> dict[str, Any]:
     return {"num_heads": heads, "expand_k": heads * d_key / width, "expand_v": heads * d_value / width}
 
 
-def _per_head(config: Mapping[str, Any], key: str, default: float, width: int, heads: int) -> int:
+def per_head(config: Mapping[str, Any], key: str, default: float, width: int, heads: int) -> int:
     """width x ratio / heads. Raises InterchangeError where it is not a whole number."""
     ratio = config.get(key, default)
     total = round(width * ratio)

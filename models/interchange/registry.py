@@ -5,7 +5,8 @@ from typing import Any
 
 from baton.models.config import ModelConfig
 from baton.models.interchange.family import Family
-from baton.models.interchange.fla import FlaDeltaNet, FlaGatedDeltaNet, FlaGLA, FlaGSA, FlaRetNet, FlaTransformer
+from baton.models.interchange.fla import FlaGLA, FlaGSA, FlaRetNet, FlaTransformer
+from baton.models.interchange.fla_delta_rule import FlaDeltaNet, FlaGatedDeltaNet, FlaKDA
 from baton.models.interchange.llama import Llama, Mistral, Qwen2, Qwen3
 from baton.models.interchange.mamba import FalconMamba, Mamba, Mamba2
 from baton.models.interchange.mamba_ssm import ReleasedMamba, ReleasedMamba2
@@ -29,6 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     FlaRetNet(),
     FlaDeltaNet(),
     FlaGatedDeltaNet(),
+    FlaKDA(),
     FlaTransformer(),
     BatonFamily(),
 )

@@ -1,9 +1,9 @@
-"""Settings that DeltaNet and Gated DeltaNet share."""
+"""Settings that DeltaNet, Gated DeltaNet and Kimi Delta Attention share."""
 
 from fractions import Fraction
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from baton.models.initializers import linear
 from baton.models.settings import MixerConfig
@@ -27,8 +27,8 @@ from baton.models.settings.declarations import (
 
 
 class DeltaRuleConfig(MixerConfig):
-    """The block of DeltaNet and Gated DeltaNet: projections, short convolutions, normalized keys, the delta rule, a norm per head,
-    projection."""
+    """The block of DeltaNet, Gated DeltaNet and KDA: projections, short convolutions, normalized keys, the delta rule, a norm per
+    head, projection."""
 
     default_keys: ClassVar[Fraction]
     """heads * d_key / d_model, which gives the number of heads where it is not set."""
@@ -42,12 +42,12 @@ class DeltaRuleConfig(MixerConfig):
     )
     d_key: int = Field(ge=1, description="width of a head's queries and keys")
     d_value: int = Field(ge=1, description="width of a head's values")
-    d_conv: int = Field(4, ge=2, description="width of the causal convolutions of q, k and v, in tokens; 4 in both papers")
+    d_conv: int = Field(4, ge=2, description="width of the causal convolutions of q, k and v, in tokens; 4 in the papers")
     beta_max: float = Field(
         1.0,
         gt=0,
         le=2,
-        description="upper bound of the writing strength beta; 1 in both papers. Above 1, transitions have negative eigenvalues "
+        description="upper bound of the writing strength beta; 1 in the papers. Above 1, transitions have negative eigenvalues "
         "(Grazzi et al.)",
     )
 
@@ -154,3 +154,27 @@ class DeltaRuleConfig(MixerConfig):
     def small(cls) -> "DeltaRuleConfig":
         # with narrower queries and keys some dot products are near 0, and the norm that follows amplifies float32 rounding errors
         return cls(heads=4, d_key=33, d_value=5)  # type: ignore[call-arg]
+
+
+class DecayingDeltaRuleConfig(DeltaRuleConfig):
+    """As `DeltaRuleConfig`, with a decay exp(-exp(A_log) softplus(dt + dt_bias)) of the state; its initial values are Mamba-2's."""
+
+    A_init_min: float = Field(
+        1.0,
+        gt=0,
+        description="lower bound of the initial exp(A_log), which is uniform between A_init_min and A_init_max, as in Mamba-2",
+    )
+    A_init_max: float = Field(16.0, gt=0, description="upper bound of the initial exp(A_log)")
+    dt_min: float = Field(
+        1e-3, gt=0, description="lower bound of the initial softplus(dt_bias), which is log-uniform between dt_min and dt_max"
+    )
+    dt_max: float = Field(1e-1, gt=0, description="upper bound of the initial softplus(dt_bias)")
+    dt_floor: float = Field(1e-4, gt=0, description="smaller initial values of softplus(dt_bias) are raised to this")
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> "DecayingDeltaRuleConfig":
+        for name in ("A_init", "dt"):
+            low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
+            if low > high:
+                raise ValueError(f"{name}_min={low} exceeds {name}_max={high}; initial values lie between them")
+        return self

@@ -4,15 +4,15 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from baton.models.initializers import InverseSoftplusLogUniform, LogUniform
 from baton.models.settings.cost_model import MixerCosts, SavedTensor, saved_by_gate
 from baton.models.settings.declarations import ParameterDeclaration, split
-from baton.models.settings.delta_rule import DeltaRuleConfig
+from baton.models.settings.delta_rule import DecayingDeltaRuleConfig
 
 
-class GatedDeltaNetConfig(DeltaRuleConfig):
+class GatedDeltaNetConfig(DecayingDeltaRuleConfig):
     """The delta rule with a decay per head and a gated output (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks")."""
 
     default_keys: ClassVar[Fraction] = Fraction(3, 4)
@@ -25,25 +25,6 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
     )
     d_key: int = Field(256, ge=1, description="width of a head's queries and keys; 256 as released")
     d_value: int = Field(512, ge=1, description="width of a head's values; twice d_key as released")
-    A_init_min: float = Field(
-        1.0,
-        gt=0,
-        description="lower bound of the initial exp(A_log), which is uniform between A_init_min and A_init_max, as in Mamba-2",
-    )
-    A_init_max: float = Field(16.0, gt=0, description="upper bound of the initial exp(A_log)")
-    dt_min: float = Field(
-        1e-3, gt=0, description="lower bound of the initial softplus(dt_bias), which is log-uniform between dt_min and dt_max"
-    )
-    dt_max: float = Field(1e-1, gt=0, description="upper bound of the initial softplus(dt_bias)")
-    dt_floor: float = Field(1e-4, gt=0, description="smaller initial values of softplus(dt_bias) are raised to this")
-
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> "GatedDeltaNetConfig":
-        for name in ("A_init", "dt"):
-            low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
-            if low > high:
-                raise ValueError(f"{name}_min={low} exceeds {name}_max={high}; initial values lie between them")
-        return self
 
     @property
     def gates(self) -> dict[str, int]:

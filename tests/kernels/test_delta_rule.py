@@ -1,6 +1,8 @@
 """Properties of the delta rule: recall, transition, decays, other libraries' forms, memory. Split invariance is tested in
 test_law.py."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -17,12 +19,13 @@ from baton.kernels.delta_rule.chunked import CHUNK, delta_rule_chunked, delta_ru
 from baton.kernels.delta_rule.recurrence import DeltaRule
 from baton.kernels.delta_rule.reference import delta_rule_reference
 
-both = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+every_gate = pytest.mark.parametrize("gate", ["none", "scalar", "key"])
+both = pytest.mark.parametrize("gate", ["none", "scalar"])
 
 
-def _example(seed: int, batch: int, length: int, dtype: torch.dtype, gated: bool, wide: bool = False) -> list[Tensor]:
-    """q, k, v, beta, g if gated, initial_state."""
-    inputs, state = DeltaRule(gated).example(seeded(seed), batch, length, dtype, wide)
+def _example(seed: int, batch: int, length: int, dtype: torch.dtype, gate: str, wide: bool = False) -> list[Tensor]:
+    """q, k, v, beta, g if there is a gate, initial_state."""
+    inputs, state = DeltaRule(gate != "none", by_channel=gate == "key").example(seeded(seed), batch, length, dtype, wide)
     return [*inputs, state["S"]]
 
 
@@ -40,11 +43,11 @@ def _recall(S: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bhkv,bhk->bhv", S, k)
 
 
-@both
+@every_gate
 @law(max_examples=10)
 @given(seed=seeds, batch=st.integers(1, 2), length=st.integers(1, 33), chunk=st.integers(1, 40))
-def test_any_chunk_size_equals_the_definition(gated: bool, seed: int, batch: int, length: int, chunk: int):
-    arguments = _example(seed, batch, length, torch.float64, gated)
+def test_any_chunk_size_equals_the_definition(gate: str, seed: int, batch: int, length: int, chunk: int):
+    arguments = _example(seed, batch, length, torch.float64, gate)
     pos = positions(seeded(seed), batch, length, 0.2)
     found = []
     for function, options in ((delta_rule_chunked, {"chunk": chunk}), (delta_rule_reference, {})):
@@ -55,13 +58,13 @@ def test_any_chunk_size_equals_the_definition(gated: bool, seed: int, batch: int
         assert relative_error(fast, definition) <= 1e-10
 
 
-@both
+@every_gate
 @law(max_examples=8)
 @given(seed=seeds, length=st.integers(1, 33), chunk=st.integers(1, 40), start_probability=st.sampled_from([0.0, 0.1]))
 def test_the_effect_is_the_product_of_the_transitions_for_any_chunk_size(
-    gated: bool, seed: int, length: int, chunk: int, start_probability: float
+    gate: str, seed: int, length: int, chunk: int, start_probability: float
 ):
-    arguments = _example(seed, 2, length, torch.float64, gated)
+    arguments = _example(seed, 2, length, torch.float64, gate)
     pos = positions(seeded(seed), 2, length, start_probability)
     q, k, v, beta = arguments[:4]
     M, add = delta_rule_transition(k, v, beta, _gate(arguments), pos=pos, chunk=chunk)
@@ -69,8 +72,9 @@ def test_the_effect_is_the_product_of_the_transitions_for_any_chunk_size(
     for t in range(length):
         key = k[:, t]
         step = torch.eye(k.shape[3], dtype=torch.float64) - beta[:, t, :, None, None] * key[..., :, None] * key[..., None, :]
-        if gated:
-            step = step * arguments[4][:, t, :, None, None].exp()
+        if gate != "none":
+            decay = arguments[4][:, t].exp()
+            step = step * (decay[..., None, :] if gate == "key" else decay[..., None, None])
         expected = step @ expected.masked_fill((pos[:, t] == 0)[:, None, None, None], 0.0)
     assert relative_error(M, expected) <= 1e-12
     assert relative_error(add, delta_rule_reference(q, k, v, beta, _gate(arguments), pos=pos)[1]) <= 1e-12
@@ -80,7 +84,7 @@ def test_the_effect_is_the_product_of_the_transitions_for_any_chunk_size(
 def test_the_rule_without_a_gate_is_flash_linear_attentions(form: str):
     """Its layout is (batch, heads, time, dim); the chunked form has no initial state and takes whole chunks only."""
     peer = naive("delta_rule")
-    q, k, v, beta, state = _example(1, 2, 96, torch.float32, gated=False, wide=True)
+    q, k, v, beta, state = _example(1, 2, 96, torch.float32, gate="none", wide=True)
     theirs = [x.transpose(1, 2) for x in (q, k, v, beta)]
     if form == "token by token":
         o, final = peer.delta_rule_recurrence(*theirs, initial_state=state)
@@ -112,9 +116,28 @@ def test_the_gated_rule_is_flash_linear_attentions_and_so_are_its_gradients(form
         assert relative_error(ours, peers) <= 5e-6
 
 
+@pytest.mark.parametrize("form", ["token by token", "in chunks"])
+def test_the_rule_of_channels_is_flash_linear_attentions_and_so_are_its_gradients(form: str):
+    """Two heads of values for each of keys. Their chunked form takes whole chunks."""
+    peer = naive("kda")
+    inputs, state = DeltaRule(True, by_channel=True, key_heads=2).example(seeded(2), 2, 64, torch.float32, wide=True)
+    inputs = (*inputs[:4], inputs[4].clamp(min=-1.0))
+    found = []
+    for theirs in (False, True):
+        q, k, v, beta, g, S = leaves = [x.clone().requires_grad_() for x in (*inputs, state["S"])]
+        if theirs:
+            function = peer.naive_recurrent_kda if form == "token by token" else partial(peer.naive_chunk_kda, chunk_size=16)
+            outputs = function(q, k, v, g, beta, initial_state=S, output_final_state=True)
+        else:
+            outputs = delta_rule(q, k, v, beta, g, initial_state=S)
+        found.append([*outputs, *gradients(outputs, leaves, seeded(3))])
+    for ours, peers in zip(*found, strict=True):
+        assert relative_error(ours, peers) <= 5e-6
+
+
 def test_with_beta_one_a_unit_key_recalls_exactly_what_was_written_last():
     """Whatever the state held, and however strongly it decays."""
-    arguments = _example(4, 2, 20, torch.float64, gated=True)
+    arguments = _example(4, 2, 20, torch.float64, gate="scalar")
     q, _, v, beta, g, S = arguments
     k = normalize(torch.randn(q.shape, generator=seeded(5), dtype=torch.float64), dim=-1)
     for t in range(20):
@@ -148,17 +171,18 @@ def test_an_entering_state_decays_before_its_old_value_is_erased():
     assert relative_error(_recall(S, k[:, 0]), 0.5 * g[:, 0, :, None].exp() * old[:, 0] + 0.5 * new[:, 0]) <= 1e-14
 
 
-@both
-def test_beta_zero_without_decay_keeps_every_bit_of_the_state(gated: bool):
-    q, k, v, *_, state = _example(10, 2, 3 * CHUNK // 2, torch.float32, gated, wide=True)
+@every_gate
+def test_beta_zero_without_decay_keeps_every_bit_of_the_state(gate: str):
+    q, k, v, *_, state = _example(10, 2, 3 * CHUNK // 2, torch.float32, gate, wide=True)
     nothing = torch.zeros(v.shape[:3])
-    o, final = delta_rule(q, k, v, nothing, nothing if gated else None, initial_state=state)
+    g = {"none": None, "scalar": nothing, "key": torch.zeros_like(k)}[gate]
+    o, final = delta_rule(q, k, v, nothing, g, initial_state=state)
     assert torch.equal(final, state)
     assert relative_error(o, torch.einsum("bhkv,bthk->bthv", state, q) * q.shape[3] ** -0.5) <= 1e-6
 
 
 def test_a_log_decay_of_zero_is_no_gate():
-    q, k, v, beta, state = _example(11, 2, 100, torch.float32, gated=False, wide=True)
+    q, k, v, beta, state = _example(11, 2, 100, torch.float32, gate="none", wide=True)
     plain = delta_rule(q, k, v, beta, initial_state=state)
     for ours, without in zip(delta_rule(q, k, v, beta, torch.zeros_like(beta), initial_state=state), plain, strict=True):
         assert torch.equal(ours, without)
@@ -167,7 +191,7 @@ def test_a_log_decay_of_zero_is_no_gate():
 @both
 @law(max_examples=8)
 @given(seed=seeds, length=st.integers(1, 200), d_key=st.integers(1, 12))
-def test_the_transition_never_makes_a_state_longer(gated: bool, seed: int, length: int, d_key: int):
+def test_the_transition_never_makes_a_state_longer(gate: str, seed: int, length: int, d_key: int):
     """Unit keys and beta in 0..2: a product of (decayed) partial reflections. Some keys are repeated, some all but."""
     generator = seeded(seed)
     k = torch.randn(1, length, 2, d_key, generator=generator, dtype=torch.float64)
@@ -175,7 +199,7 @@ def test_the_transition_never_makes_a_state_longer(gated: bool, seed: int, lengt
     k = normalize(k, dim=-1)
     beta = 2 * torch.rand(1, length, 2, generator=generator, dtype=torch.float64)
     beta[:, ::5] = 2.0
-    g = -torch.rand(1, length, 2, generator=generator, dtype=torch.float64) * 0.01 if gated else None
+    g = -torch.rand(1, length, 2, generator=generator, dtype=torch.float64) * 0.01 if gate == "scalar" else None
     M, _ = delta_rule_transition(k, torch.zeros_like(k), beta, g, pos=None)
     norm = torch.linalg.matrix_norm(M, ord=2)
     assert (norm <= (1 if g is None else g.sum(1).exp()) * (1 + 1e-12)).all()
@@ -190,7 +214,7 @@ def test_reflections_keep_the_length_of_a_state():
 
 def test_extreme_decays_before_small_ones_cost_no_digits():
     """float32: exp(g) of a token counts with its own digits, also where the log-decays before it sum to -1000 and more."""
-    q, k, v, beta, g, state = _example(13, 2, CHUNK, torch.float32, gated=True, wide=True)
+    q, k, v, beta, g, state = _example(13, 2, CHUNK, torch.float32, gate="scalar", wide=True)
     g = torch.where(torch.arange(CHUNK)[:, None] < CHUNK // 2, -40.0, 1e-2 * g.clamp(min=-1.0))
     leaves = [x.clone().requires_grad_() for x in (q, k, v, beta, g, state)]
     outputs = delta_rule(*leaves[:5], initial_state=leaves[5])
@@ -226,14 +250,15 @@ def test_float32_stays_with_float64_over_4096_tokens(gated: bool, largest_beta: 
         assert relative_error(single, double) <= 3e-6
 
 
-@both
-def test_nothing_larger_than_the_inputs_the_borders_or_one_chunk_is_ever_allocated(gated: bool):
+@every_gate
+def test_nothing_larger_than_the_inputs_the_borders_or_one_chunk_is_ever_allocated(gate: str):
     batch, length, heads, d_key, d_value = 1, 4096, 2, 32, 48
     generator = seeded(18)
     normal = [torch.randn(batch, length, heads, d, generator=generator) for d in (d_key, d_key, d_value)]
     gates = [torch.sigmoid(torch.randn(batch, length, heads, generator=generator)) for _ in range(2)]
     q, k, v, beta, g = normal[0], normalize(normal[1], dim=-1), normal[2], gates[0], gates[1].log()
-    arguments = [q, k, v, beta, *((g,) if gated else ()), torch.randn(batch, heads, d_key, d_value, generator=generator)]
+    g = g[..., None].expand_as(k).contiguous() if gate == "key" else g
+    arguments = [q, k, v, beta, *(() if gate == "none" else (g,)), torch.randn(batch, heads, d_key, d_value, generator=generator)]
     leaves = [x.requires_grad_() for x in arguments]
     with LargestTensor() as largest:
         outputs = delta_rule(*leaves[:-1], initial_state=leaves[-1])
@@ -245,7 +270,7 @@ def test_nothing_larger_than_the_inputs_the_borders_or_one_chunk_is_ever_allocat
 
 def test_one_token_at_a_time_is_decoding():
     """A piece of one token needs a matrix of one by one: the same code, and no T x T of anything."""
-    arguments = _example(20, 2, 70, torch.float64, gated=True)
+    arguments = _example(20, 2, 70, torch.float64, gate="scalar")
     q, k, v, beta, g, S = arguments
     whole, final = delta_rule(q, k, v, beta, g, initial_state=S)
     for t in range(70):
@@ -256,7 +281,7 @@ def test_one_token_at_a_time_is_decoding():
 
 
 def test_a_state_kept_in_low_precision_and_heads_that_are_no_groups_are_refused():
-    q, k, v, beta, state = (x.bfloat16() for x in _example(21, 2, 5, torch.float32, gated=False))
+    q, k, v, beta, state = (x.bfloat16() for x in _example(21, 2, 5, torch.float32, gate="none"))
     with pytest.raises(ValueError, match="initial_state has dtype bfloat16, expected float32"):
         delta_rule(q, k, v, beta, initial_state=state)
     with pytest.raises(ValueError, match="v has 1 heads, expected the 2 of q and k, or a multiple"):

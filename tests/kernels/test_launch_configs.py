@@ -112,7 +112,9 @@ def test_tuning_returns_a_configuration_that_computes_the_same(kernel, monkeypat
         sizes = {"batch": 1, "tokens": 9, "heads": 2, "groups": 1, "dim": 8, "window": 4}
         request = Request(kernel, eidetic_attention.shape_of(8), sizes)
     elif kernel == delta_rule.KERNEL:
-        request = Request(kernel, delta_rule.shape_of(True, 8, 8), {"batch": 1, "tokens": 20, "heads": 1, "d_key": 8, "d_value": 8})
+        request = Request(
+            kernel, delta_rule.shape_of("scalar", 8, 8), {"batch": 1, "tokens": 20, "heads": 1, "d_key": 8, "d_value": 8}
+        )
     else:
         request = Request(kernel, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     (found,) = tune([request], torch.device("cpu"), torch.float32)

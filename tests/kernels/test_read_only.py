@@ -273,6 +273,7 @@ OPS: dict[str, dict[str, tuple[Callable[..., Any], dict[str, Tensor]]]] = {
     "gate": {
         "silu": (lambda x, z: (gated(x, z),), {"x": _R(BATCH, ROWS, 7), "z": _R(BATCH, ROWS, 7)}),
         "gelu": (lambda x, z: (gated(x, z, activation="gelu"),), {"x": _R(BATCH, ROWS, 7), "z": _R(BATCH, ROWS, 7)}),
+        "sigmoid": (lambda x, z: (gated(x, z, activation="sigmoid"),), {"x": _R(BATCH, ROWS, 7), "z": _R(BATCH, ROWS, 7)}),
         "activate": (_activations, {"x": _R(BATCH, ROWS, 7), "z": _R(BATCH, ROWS, 7)}),
     },
     "head_scale": {

@@ -1,4 +1,4 @@
-"""DeltaNet and Gated DeltaNet compared with their papers' equations, composed from other libraries' parts; parameter counts."""
+"""DeltaNet, Gated DeltaNet and KDA compared with their papers' equations, composed of other libraries' parts; parameter counts."""
 
 import sys
 
@@ -13,6 +13,7 @@ from baton.models.mixer_context import MixerContext
 from baton.models.mixers.gated_delta_net import GatedDeltaNet
 from baton.models.settings.delta_net import DeltaNetConfig
 from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
+from baton.models.settings.kda import KDAConfig
 from baton.parallel.param_layout import initialize_parameters, parameter_count
 from baton.parallel.tensor import megatron_config
 
@@ -34,7 +35,7 @@ def _convolved(x, weight):
 
 
 @pytest.mark.parametrize(("beta_max", "keys"), [(1.0, 4), (2.0, 4), (1.0, 2)])
-@pytest.mark.parametrize("config", [DeltaNetConfig, GatedDeltaNetConfig])
+@pytest.mark.parametrize("config", [DeltaNetConfig, GatedDeltaNetConfig, KDAConfig])
 def test_the_mixer_is_the_papers(config, beta_max, keys, single_mesh):
     """Also where a head of keys serves two heads of values."""
     heads, d_key, d_value = 4, 6, 10
@@ -43,6 +44,8 @@ def test_the_mixer_is_the_papers(config, beta_max, keys, single_mesh):
     pos = torch.arange(50, dtype=torch.int32).expand(2, 50)
     with torch.no_grad():
         layer.norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
+        if config is KDAConfig:
+            layer.dt_bias.add_(2.0)  # as initialised decays are so weak that which channel has which would hardly show
         y, leaving = layer(x, pos, None)
         widths = [keys * d_key, keys * d_key, heads * d_value, heads]
         weights = layer.in_proj.weight.split([*widths, *([heads, heads * d_value] if config is GatedDeltaNetConfig else [])])
@@ -52,12 +55,18 @@ def test_the_mixer_is_the_papers(config, beta_max, keys, single_mesh):
         if config is DeltaNetConfig:
             o, S = naive("delta_rule").delta_rule_recurrence(*(u.transpose(1, 2) for u in (q, k, v, beta)))
             o = o.transpose(1, 2)
+        elif config is KDAConfig:
+            logits = x @ layer.decay_code_proj.weight.T @ layer.decay_proj.weight.T + layer.dt_bias
+            g = -layer.A_log.exp()[:, None] * F.softplus(logits.view(2, 50, heads, d_key))
+            o, S = naive("kda").naive_recurrent_kda(q, k, v, g, beta, output_final_state=True)
         else:
             g = -layer.A_log.exp() * F.softplus(x @ weights[4].T + layer.dt_bias)
             o, S = naive("gated_delta_rule").naive_recurrent_gated_delta_rule(q, k, v, beta, g, output_final_state=True)
         o = o / (o.square().mean(-1, keepdim=True) + EPS).sqrt() * layer.norm.weight
         if config is GatedDeltaNetConfig:
             o = o * F.silu(x @ weights[5].T).view(o.shape)
+        elif config is KDAConfig:
+            o = o * torch.sigmoid(x @ layer.gate_code_proj.weight.T @ layer.gate_proj.weight.T).view(o.shape)
         expected = o.flatten(2) @ layer.out_proj.weight.T
     assert relative_error(leaving["S"], S) <= 2e-6
     assert relative_error(y, expected) <= 2e-6

@@ -40,6 +40,11 @@ CASES = {
         {"num_heads": 2, "head_dim": 16, "expand_v": 1.5, "conv_size": 3, "allow_neg_eigval": True, "tie_word_embeddings": True},
     ),
     "gated_deltanet, grouped values": ("GatedDeltaNet", {"num_heads": 2, "num_v_heads": 4, "head_dim": 8}),
+    "kda": ("KDA", {"num_heads": 3, "head_dim": 16}),
+    "kda, grouped values, negative eigenvalues": (
+        "KDA",
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 8, "expand_v": 1.5, "allow_neg_eigval": True, "tie_word_embeddings": True},
+    ),
 }
 READ_ALONE = {
     "transformer": ("Transformer", {"num_heads": 4, "num_kv_heads": 2}),
@@ -54,13 +59,15 @@ READ_ALONE = {
 def plain(monkeypatch):
     """fla's layers in plain PyTorch."""
     fla_models()
-    from fla.layers import attn, delta_net, gated_deltanet, gla, gsa, multiscale_retention
+    from fla.layers import attn, delta_net, gated_deltanet, gla, gsa, kda, multiscale_retention
     from fla.modules import FusedRMSNormGated, GatedMLP, RMSNorm, RotaryEmbedding, ShortConvolution
     from fla.modules.feature_map import SwishFeatureMap
     from fla.ops.delta_rule.naive import delta_rule_recurrence
     from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
     from fla.ops.gla.naive import naive_recurrent_gla
     from fla.ops.gsa.naive import naive_recurrent_gsa
+    from fla.ops.kda.gate import naive_kda_gate
+    from fla.ops.kda.naive import naive_recurrent_kda
     from fla.ops.retention.naive import naive_retention
 
     def norm(self, x, residual=None, prenorm=False, **_):
@@ -105,11 +112,18 @@ def plain(monkeypatch):
         beta = (2 if allow_neg_eigval else 1) * beta.sigmoid()
         return naive_recurrent_gated_delta_rule(q, k, v, beta, -A_log.exp() * F.softplus(g + dt_bias))
 
+    def channel_delta_rule(q, k, v, g, beta, A_log, dt_bias, allow_neg_eigval, **_):
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        return naive_recurrent_kda(q, k, v, naive_kda_gate(g, A_log, dt_bias), (2 if allow_neg_eigval else 1) * beta.sigmoid())
+
+    def gated_norm(self, x, g):
+        return norm(self, x) * (torch.sigmoid(g) if self.activation == "sigmoid" else F.silu(g))
+
     def norm_linear(x, weight, bias, linear_weight, linear_bias, eps=1e-5):
         return F.linear(F.rms_norm(x, x.shape[-1:], weight, eps), linear_weight)
 
     monkeypatch.setattr(RMSNorm, "forward", norm)
-    monkeypatch.setattr(FusedRMSNormGated, "forward", lambda self, x, g: norm(self, x) * F.silu(g))
+    monkeypatch.setattr(FusedRMSNormGated, "forward", gated_norm)
     monkeypatch.setattr(GatedMLP, "forward", lambda self, x, **_: self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
     monkeypatch.setattr(SwishFeatureMap, "forward", lambda self, x: F.silu(x))
     monkeypatch.setattr(RotaryEmbedding, "forward", turned)
@@ -126,6 +140,7 @@ def plain(monkeypatch):
     monkeypatch.setattr(gsa, "rms_norm_linear", norm_linear)
     monkeypatch.setattr(gated_deltanet, "causal_conv1d", conv)
     monkeypatch.setattr(gated_deltanet, "chunk_gated_delta_rule", delta_rule)
+    monkeypatch.setattr(kda, "chunk_kda", channel_delta_rule)
 
 
 def fla_model(name, **changes):
@@ -175,6 +190,7 @@ def test_a_transformer_of_fla_is_theirs_and_leaves_in_another_format(case, plain
         ("DeltaNet", {"num_heads": 4, "use_gate": True}, "use_gate=True"),
         ("DeltaNet", {"num_heads": 4, "qk_norm": "sum"}, "qk_norm='sum'"),
         ("GatedDeltaNet", {"num_heads": 2, "head_dim": 16, "use_gate": False}, "use_gate=False"),
+        ("KDA", {"num_heads": 2, "head_dim": 16, "lower_bound": -5.0}, "lower_bound=-5.0"),
         ("GatedDeltaNet", {"num_heads": 4, "head_dim": 16, "num_v_heads": 2}, "v_heads=2 is not a multiple of heads=4"),
     ],
 )

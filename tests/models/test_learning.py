@@ -68,6 +68,7 @@ LEARNERS = {
     "mamba2": ({"head_dim": 16, "d_state": 16}, induction(32, 16)),
     "delta_net": ({"heads": 2, "d_key": 16, "d_value": 16}, induction(32, 16)),
     "gated_delta_net": ({"heads": 2, "d_key": 16, "d_value": 32}, recall(16, 3, 16)),
+    "kda": ({"heads": 2, "d_key": 16, "d_value": 32}, recall(16, 3, 16)),
     "lattice": ({"heads": 2, "head_dim": 16, "slots": 8}, recall(16, 3, 16)),
     "gsa": ({"heads": 2, "head_dim": 16, "slots": 8}, induction(16, 8)),
     "gla": ({"heads": 2}, induction(16, 8)),

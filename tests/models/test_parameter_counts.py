@@ -139,6 +139,12 @@ def attention(d, heads, dim, kv_heads=None, gates=0, norms=0):
     return d * dim * ((2 + gates) * heads + 2 * (kv_heads or heads)) + norms * dim + d
 
 
+def kda(d, heads, dim):
+    """q, k, v and the output; two projections of rank dim; convolutions of width 4; beta; decays' biases and rates; two norms."""
+    width = heads * dim
+    return 4 * d * width + 2 * dim * (d + width) + 3 * 4 * width + d * heads + width + heads + dim + d
+
+
 # by arithmetic that shares nothing with the modules: layers, then vocabulary rows (once tied, twice not), then the final norm.
 # Beside them what the papers call the size, in millions; 32000 tokens and a head of its own are why GSA's names are exceeded.
 SIZES = {
@@ -175,6 +181,10 @@ SIZES = {
     "bmojo-hybrid-130m": (17 * (mamba(768) + attention(768, 12, 64)) + 32000 * 768 + 768, 130),
     "bmojo-hybrid-370m": (31 * (mamba(1024) + attention(1024, 16, 64)) + 32000 * 1024 + 1024, 370),
     "bmojo-hybrid-1.4b": (31 * (mamba(2048) + attention(2048, 32, 64)) + 32000 * 2048 + 2048, 1400),
+    "kimi-linear-1.3b": (
+        18 * kda(2048, 16, 128) + 6 * (2048 * 128 * (2 * 16 + 2 * 4) + 2048) + 24 * swiglu(2048, 5632) + 2 * 32000 * 2048 + 2048,
+        1300,
+    ),
     "transformer-2.7b": (32 * (attention(2560, 32, 80) + swiglu(2560, 6912)) + 2 * 32000 * 2560 + 2560, 2700),
 }  # fmt: skip
 

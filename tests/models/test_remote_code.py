@@ -36,6 +36,7 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "mamba, as printed, normalised projections": ["mamba"],
     "mamba2, groups": ["mamba2"],
     "gated_delta_net, grouped values": ["gated_delta_net"],
+    "kda, bias": ["kda"],
     "retnet, without a gate": ["retnet"],
     "hybrid": ["mamba", "lattice+swiglu", "bmojo"],
     "another hybrid": ["gated_delta_net*2", "attention+swiglu"],
@@ -62,6 +63,7 @@ SETTINGS = {
     "mamba, as printed": {"skip": False, "discretization": "zoh"},
     "mamba2, groups": {"n_groups": 4, "norm_group_size": 6},
     "gated_delta_net, grouped values": {"heads": 2, "v_heads": 4},
+    "kda, bias": {"gate_bias": True, "heads": 2, "v_heads": 4},
     "mamba, as printed, normalised projections": {"skip": False, "discretization": "zoh", "projection_norm_eps": 1e-3},
 }  # fmt: skip
 VOCAB = 61

@@ -98,6 +98,7 @@ def _matrix_kernels(arch):
     walk back over chunks: two programs share a processor and keep the rest of its registers in memory."""
     import triton.language as tl
 
+    from baton.kernels.channel_delta_rule import triton_kernels as channel
     from baton.kernels.compile import launch_configs
     from baton.kernels.delta_rule import triton_launch as delta_rule
     from baton.kernels.delta_rule import wy_backward_kernels, wy_forward_kernels
@@ -179,7 +180,7 @@ def _matrix_kernels(arch):
     ):
         yield from of_sum(name, decay, X, Y, launch_config_of(gated_linear_attention, gated_linear_attention.shape_of(gate, X, Y)))
     X = 128
-    config = launch_config_of(delta_rule, delta_rule.shape_of(False, X, X))
+    config = launch_config_of(delta_rule, delta_rule.shape_of("none", X, X))
     read = ("delta scores", "delta chunk_o read")
     yield from (kernel for kernel in of_sum("delta", NONE, X, X, config) if kernel[0] in read)
     strides = {f"{name}_row": 16 * X for name in ("q", "k", "v", "dy")} | {"beta_row": 16}
@@ -192,7 +193,7 @@ def _matrix_kernels(arch):
 
     blocks = {"BX": config.x_chunk, "BY": config.y_chunk}
     yield of_rule("delta, gradients", wy_backward_kernels.wy_gradients_kernel, config, config.warps_chunk, NONE, **blocks)
-    config, small = launch_config_of(delta_rule, delta_rule.shape_of(True, X, X)), delta_rule.SMALL
+    config, small = launch_config_of(delta_rule, delta_rule.shape_of("scalar", X, X)), delta_rule.SMALL
     blocks = {"BX": config.x_chunk, "BY": config.y_chunk}
     yield of_rule("gated delta, gradients", wy_backward_kernels.wy_gradients_kernel, config, config.warps_chunk, **blocks)
     yield of_rule("gated delta, inverse", wy_forward_kernels.wy_inverse_kernel, config, config.warps_inverse, BX=small)
@@ -203,6 +204,26 @@ def _matrix_kernels(arch):
     for backwards in (False, True):
         name, fold = f"gated delta, fold{' backward' * backwards}", {"WIDTH": X if backwards else 2 * X, "HAS_FIRST": True}
         yield of_rule(name, wy_forward_kernels.wy_fold_kernel, config, 4, BX=64, BY=16, BACKWARDS=backwards, **fold)
+    config = launch_config_of(delta_rule, delta_rule.shape_of("key", X, X))
+    levels = {"LEVELS": config.chunk.bit_length() - 1}
+
+    def of_channels(name, kernel, warps, **own):
+        name, kernel, constants, warps, found = of_rule(f"channel delta, {name}", kernel, config, warps, **levels, **own)
+        return name, kernel, constants, warps, {**found, **({"out": "fp32"} if "out" in kernel.arg_names else {})}
+
+    yield of_channels("prepare", channel.channel_prepare_kernel, 4, BX=config.x_prepared, num_stages=1)
+    scores = {"GATE": CHANNEL.value, "BX": config.x_scores, "G": 1, "num_stages": 1}
+    yield of_channels("scores", triton_kernels.gla_scores_kernel, config.warps_scores, **scores)
+    yield of_channels("inverse", channel.channel_inverse_kernel, config.warps_inverse, num_stages=1)
+    for name, first, keep in (("writes", True, True), ("what pieces do", False, False)):
+        walk = {"BX": X, "BY": config.values, "HAS_FIRST": first, "KEEP": keep}
+        yield of_channels(name, channel.channel_u_kernel, config.warps_walk, **walk)
+    yield of_channels("pairs", channel.channel_pairs_kernel, config.warps, BY=config.y_chunk)
+    yield of_channels("strengths of 0", channel.channel_dbeta_zero_kernel, 4, BX=16, BY=small, num_stages=1)
+    sizes = {"BX": config.x_gated, "BY": config.y_gated if config.x_gated > 32 else 32, "G": 2, "SHARE": 1, "num_stages": 1}
+    gate = {"GATE": CHANNEL.value, "READ": True, "WRITE": True, "PRECISE": False}
+    name, *kernel, _ = of_channels("gradients", triton_kernels.gla_chunk_dqk_kernel, config.warps_gated, **sizes, **gate)
+    yield name, *kernel, {**types, "out_w": "fp32"}
 
 
 def _lattice_kernels():

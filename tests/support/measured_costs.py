@@ -34,6 +34,7 @@ VARIANTS = {
     "mamba2, groups": ("mamba2", {"n_groups": 2}),
     "mamba2, groups, one norm": ("mamba2", {"n_groups": 4, "norm_group_size": SMALL_WIDTH}),
     "gated_delta_net, grouped values": ("gated_delta_net", {"heads": 2, "v_heads": 4}),
+    "kda, bias, grouped values": ("kda", {"gate_bias": True, "heads": 2, "v_heads": 4}),
     "gsa, converted": ("gsa", {"feature_map": "identity", "value_activation": None, "output_activation": None}),
     "gsa, relu": ("gsa", {"feature_map": "relu"}),
     "gla, identity": ("gla", {"feature_map": "identity"}),

@@ -260,7 +260,7 @@ def launched(programs, form, *mixers):
 
 def test_what_is_launched_is_what_was_compiled(programs):
     """Not B'MOJO's: where a CPU is taken for a GPU, what is checked of it is made by the kernels that are checked."""
-    mixers = ("mamba", "longhorn", "mamba2", "gsa", "gla", "lattice", "delta_net", "gated_delta_net", "retnet", "attention")
+    mixers = ("mamba", "longhorn", "mamba2", "gsa", "gla", "lattice", "delta_net", "gated_delta_net", "kda", "retnet", "attention")
     real, ahead = launched(programs, "real", *mixers), launched(programs, "ahead", *mixers)
     for mixer in mixers:
         assert len(real[mixer]) > 10
@@ -270,7 +270,7 @@ def test_what_is_launched_is_what_was_compiled(programs):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "mixer",
-    ["mamba", "longhorn", "gsa", "gla", "mamba2", "delta_net", "gated_delta_net", "lattice", "bmojo", "retnet", "attention"],
+    ["mamba", "longhorn", "gsa", "gla", "mamba2", "delta_net", "gated_delta_net", "kda", "lattice", "bmojo", "retnet", "attention"],
 )
 def test_a_step_on_a_gpu_compiles_nothing_more(mixer, tmp_path, monkeypatch):
     """Nor does the check before it."""

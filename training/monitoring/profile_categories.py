@@ -54,8 +54,8 @@ RULES = (
     Rule(
         "scan",
         kernels=(
-            "chunk_h", "diagonal_scan", "gla", "gsa", "innovation", "joint_attention", "lattice", "memory_copy", "topk_memory",
-            "wy",
+            "channel", "chunk_h", "diagonal_scan", "gla", "gsa", "innovation", "joint_attention", "lattice", "memory_copy",
+            "topk_memory", "wy",
         ),
         functions=(
             "_DeltaRule", "_DiagonalScan", "_Gathered", "_Gla", "_Gsa", "_Joint", "_Lattice", "_RecvState", "_RunChunked",

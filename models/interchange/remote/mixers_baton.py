@@ -173,11 +173,11 @@ def hgrn2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | Non
     return linear(rms_norm(o.flatten(2), p["norm.weight"], eps).to(x.dtype), p["out_proj.weight"]), {"S": S}
 
 
-def _gated_output(p: Parameters, o: Tensor, gate: Tensor | None, x: Tensor, eps: float) -> Tensor:
+def _gated_output(p: Parameters, o: Tensor, gate: Tensor | None, x: Tensor, eps: float, act: Any = F.silu) -> Tensor:
     """A norm per head, the gate if there is one, and the output projection."""
     y = rms_norm(o, p["norm.weight"], eps).flatten(2)
     if gate is not None:
-        y = y * F.silu(precise(gate))
+        y = y * act(precise(gate))
     return linear(y.to(x.dtype), p["out_proj.weight"])
 
 
@@ -203,12 +203,16 @@ def delta_net(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State |
         rows[part] = heads(F.silu(y).to(x.dtype), c["d_value"] if part == "v" else c["d_key"])
     beta = c["beta_max"] * torch.sigmoid(precise(linear(x, p["in_proj.beta.weight"])))
     inputs: tuple[Tensor, ...] = unit(rows["q"], eps), unit(rows["k"], eps), precise(rows["v"]), beta
+    gate, act = None, torch.sigmoid if c["kind"] == "kda" else F.silu
     if c["kind"] == "gated_delta_net":
         inputs += (-p["A_log"].exp() * F.softplus(precise(linear(x, p["in_proj.dt.weight"])) + p["dt_bias"]),)
+        gate = linear(x, p["in_proj.gate.weight"])
+    elif c["kind"] == "kda":
+        decay = precise(linear(linear(x, p["decay_code_proj.weight"]), p["decay_proj.weight"])) + p["dt_bias"]
+        inputs += (-p["A_log"].exp()[:, None] * F.softplus(heads(decay, c["d_key"])),)
+        gate = (linear(linear(x, p["gate_code_proj.weight"]), p["gate_proj.weight"]) + p.get("gate_bias", 0.0)).to(x.dtype)
     o, S = run("delta_rule", *inputs, pos=pos, initial_state=_of(state, "S"))
-    if c["kind"] == "gated_delta_net":
-        return _gated_output(p, o, linear(x, p["in_proj.gate.weight"]), x, eps), {**tails, "S": S}
-    return linear(rms_norm(o, p["norm.weight"], eps).flatten(2).to(x.dtype), p["out_proj.weight"]), {**tails, "S": S}
+    return _gated_output(p, o, gate, x, eps, act), {**tails, "S": S}
 
 
 def lattice(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
@@ -390,6 +394,7 @@ MIXERS: dict[str, Callable[..., Result]] = {
     "gla": gla,
     "gsa": gsa,
     "hgrn2": hgrn2,
+    "kda": delta_net,
     "lattice": lattice,
     "longhorn": longhorn,
     "mamba": mamba,

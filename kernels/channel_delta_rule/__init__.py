@@ -1,0 +1,1 @@
+"""Triton kernels of the delta rule with a decay per key channel, for `baton.kernels.delta_rule`."""

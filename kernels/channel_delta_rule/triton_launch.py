@@ -1,0 +1,139 @@
+"""The delta rule with a decay per key channel on a GPU: launches the kernels of `triton_kernels`, of the delta rule and of gated
+linear attention. As for other gates, the arguments and the chunks' inverses are kept for the backward pass.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
+from baton.kernels.delta_rule.triton_launch import ODD_WARPS, SMALL, DeltaRuleLaunch, LaunchConfig
+from baton.kernels.gated_linear_attention.launch_args import QKV, PreparedGates, Side
+from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch
+
+_kernels = LazyModule("baton.kernels.channel_delta_rule.triton_kernels")
+
+
+class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
+    """Launches of one call whose g is [batch, T, heads, d_key]."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        g: Tensor | None,
+        scale: float,
+        pos: Tensor | None,
+        config: LaunchConfig,
+    ) -> None:
+        assert g is not None
+        given = QKV.of(q, k, v)
+        self.gla = launch = LinearAttentionLaunch("key", scale, pos, g, given, config, low=given.low)
+        self.config = config if given.low else config.for_float32
+        self.beta, self.scale = launch_utils.contiguous_last_dim(beta), scale
+        (X, _), along = launch.sizes, (launch.batch, launch.length, launch.heads)
+        # see `gated_linear_attention.triton_common`
+        sums = launch.new(*along, X, dtype=torch.float32 if given.low else torch.float64)
+        read_q, self.read_k, written = (launch.new(*along, X, dtype=launch.kept) for _ in range(3))
+        self.whole = launch.new(launch.batch, launch.heads, launch.chunks, X)
+        assert launch.g is not None
+        BX = launch.block(X, self.config.x_prepared)
+        _kernels.channel_prepare_kernel[(launch.chunks, -(-X // BX), launch.batch * launch.heads)](
+            launch.given.q, launch.given.k, launch.g, launch.or_v(pos), sums, read_q, self.read_k, written, self.whole,
+            launch.length, scale, *launch_utils.strides(launch.given.q, launch.given.k, launch.g), X=X, H=launch.heads,
+            HAS_POS=pos is not None, C=self.config.chunk, BX=BX, num_warps=4,
+        )  # fmt: skip
+        self.prepared = PreparedGates(sums, read_q, written, self.whole)
+
+    def chunk_loop_options(self, values: int, **own: int) -> dict[str, Any]:
+        options = super().chunk_loop_options(values, **own)
+        # the kernels' operands have been prepared
+        return {name: value for name, value in options.items() if name not in ("GATE", "HAS_POS")}
+
+    def compute_inverses(self) -> Tensor:
+        """The chunks' inverses, see `triton_kernels.channel_inverse_kernel`."""
+        launch, chunk = self.gla, self.config.chunk
+        k = launch.given.k
+        inverse = launch.launch_scores(k, k, self.prepared.sums, gated=True, dtype=torch.float32)
+        _kernels.channel_inverse_kernel[(launch.chunks, launch.batch * launch.heads)](
+            self.beta, inverse, launch.length, launch.chunks, *launch_utils.strides(self.beta), H=launch.heads, C=chunk,
+            num_warps=self.config.warps_inverse, **launch.low,
+        )  # fmt: skip
+        return inverse.view(launch.kept).view(launch.batch, launch.heads, launch.chunks, -1, chunk, chunk)
+
+    def launch_u(
+        self, inverse: Tensor, piece: int, first: Tensor | None, u: Tensor | None, states: Tensor | None, last: Tensor
+    ) -> None:
+        launch, v = self.gla, self.gla.given.v
+        X, Y = launch.sizes
+        options = self.chunk_loop_options(self.config.values, num_warps=self.config.warps_walk)
+        columns = Y if u is not None else Y + X
+        _kernels.channel_u_kernel[(-(-columns // options["BY"]), launch.batch * launch.heads, -(-launch.chunks // piece))](
+            self.read_k, self.prepared.written, self.whole, v, self.beta, inverse, launch.or_v(first), launch.or_v(u),
+            launch.or_v(states), last, launch.length, launch.chunks, piece, *launch_utils.strides(v, self.beta),
+            HAS_FIRST=first is not None, KEEP=u is not None, **options,
+        )  # fmt: skip
+
+    def forward(self, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        launch, inverse = self.gla, self.compute_inverses()
+        q, k, _ = launch.given
+        u, states, last, _ = self.compute_u(inverse, first)
+        scores = launch.launch_scores(q, k, self.prepared.sums, gated=True)
+        y, _ = launch.launch_chunk_o(self.prepared, Side(None, u), scores, states, None, read=q.dtype, write=None)
+        assert y is not None
+        return y, last, inverse
+
+    def backward(self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
+        launch = self.gla
+        (q, k, v), rows, shape = launch.given, launch.batch * launch.heads, launch.given.v.shape
+        (X, Y), sums, chunk = launch.sizes, self.prepared.sums, self.config.chunk
+        u, states, _, transitions = self.compute_u(inverse, first)
+        scores = launch.launch_scores(q, k, sums, gated=True)
+        dr, cotangents = launch.new(*shape, dtype=launch.kept), torch.empty_like(states)
+        whole_rows = all(x.stride(1) * x.element_size() % 16 == 0 for x in (self.read_k, dy))
+
+        def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
+            warps = self.config.warps_backward if whole_rows else min(self.config.warps_backward, ODD_WARPS)
+            options = self.chunk_loop_options(self.config.values_backward, num_warps=warps, num_stages=self.config.stages_backward)
+            _kernels.channel_u_backward_kernel[(-(-Y // options["BY"]), rows, pieces)](
+                self.prepared.read, self.read_k, self.prepared.written, self.whole, self.beta, dy, scores, inverse,
+                launch.or_v(arriving), dr, cotangents, dfirst, launch.length, launch.chunks, -(-launch.chunks // pieces),
+                self.scale, *launch_utils.strides(self.beta, dy), KEEP=arriving is not None, **options,
+            )  # fmt: skip
+            return dfirst
+
+        pieces = 1 if transitions is None else transitions.shape[2]
+        arriving = dlast
+        if transitions is not None:
+            adds = back(None, launch.new(*transitions.shape[:4], Y), pieces)
+            arriving = self.fold_pieces(transitions, adds, dlast, backwards=True)
+        dfirst = back(arriving, torch.empty_like(dlast), pieces)
+        pairs = launch.new(launch.batch, 2 * launch.heads, launch.chunks, chunk, chunk, dtype=launch.kept)
+        ry = launch.new(*shape[:2], 2 * launch.heads, Y, dtype=launch.kept)
+        dv, dbeta = launch.new(*shape, dtype=v.dtype), launch.new(*shape[:3])
+        _kernels.channel_pairs_kernel[(launch.chunks, rows)](
+            dy, u, dr, self.beta, launch.or_v(launch.pos), pairs, ry, dv, dbeta, launch.length, launch.chunks, self.scale,
+            *launch_utils.strides(dy, self.beta), Y=Y, H=launch.heads, HAS_POS=launch.pos is not None, C=chunk,
+            BY=launch.block(Y, self.config.y_chunk), num_warps=self.config.warps, num_stages=self.config.stages, **launch.low,
+        )  # fmt: skip
+        _kernels.channel_dbeta_zero_kernel[(launch.chunks, rows)](
+            k, self.read_k, sums, v, self.beta, launch.or_v(launch.pos), u, dr, states, dbeta, launch.length, launch.chunks,
+            *launch_utils.strides(k, v, self.beta), X=X, Y=Y, H=launch.heads, HAS_POS=launch.pos is not None,
+            LEVELS=chunk.bit_length() - 1, C=chunk, BX=16, BY=launch.block(Y, SMALL), num_warps=4, **launch.low,
+        )  # fmt: skip
+        # per head two that read, q and k; their scale is in ry
+        readers = torch.stack((q, k), dim=3).flatten(2, 3)
+        config = replace(self.config, stages=1)  # two heads' products leave no registers for loads ahead
+        both = LinearAttentionLaunch("key", 1.0, launch.pos, launch.g, QKV(readers, k, v), config, low=launch.given.low)
+        of_readers, of_k, dg = both.launch_chunk_dqk(
+            Side(readers, k), Side(ry, u), sums, pairs, states, cotangents, read=launch.kept, write=torch.float32
+        )
+        assert of_readers is not None
+        assert of_k is not None
+        dq, read_by_k = of_readers.unflatten(2, (-1, 2)).unbind(3)
+        return dq.to(q.dtype), (of_k + read_by_k).to(k.dtype), dv, dbeta, dg, dfirst
