@@ -7,133 +7,30 @@ the State behind the last token. Matrix products are in x's dtype, everything be
 Shapes: B batch, T tokens, H heads, K width of a head's keys, V of its values.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.models.interchange.remote.layers_baton import (
+    FEATURE_MAPS,
+    Parameters,
+    Result,
+    Settings,
+    State,
+    convolution,
+    heads,
+    linear,
+    precise,
+    rms_norm,
+    rotary,
+    unit,
+)
+from baton.models.interchange.remote.layers_baton import part_of as _of
 from baton.models.interchange.remote.recurrences_baton import run
-
-Parameters = Mapping[str, Tensor]
-Settings = Mapping[str, Any]
-State = dict[str, Tensor]
-Result = tuple[Tensor, State]
-
-FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x,
-    "silu": F.silu,
-    "relu": F.relu,
-    "elu": lambda x: F.elu(x) + 1,
-}
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))
-
-
-def precise(x: Tensor) -> Tensor:
-    """In float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Over the last dimension, in float32."""
-    x = precise(x)
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return y if weight is None else y * weight
-
-
-def unit(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(|x|^2 + eps), in float32."""
-    x = precise(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-
-
-def heads(x: Tensor, width: int) -> Tensor:
-    return x.unflatten(-1, (-1, width))
-
-
-def rotary(x: Tensor, pos: Tensor, theta: float) -> Tensor:
-    """Turns the pairs (i, i + K / 2) of x [B, T, H, K] by angles that grow with the position, float64 until their sine."""
-    pairs = x.shape[-1] // 2
-    rates = theta ** (-torch.arange(pairs, dtype=torch.float64, device=x.device) / pairs)
-    angles = (pos.to(torch.float64)[..., None] * rates)[:, :, None]
-    first, second = precise(x).chunk(2, dim=-1)
-    cos, sin = angles.cos().to(first.dtype), angles.sin().to(first.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, pos: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Short causal convolution of x [B, T, C] in documents, weight [C, taps], in float32, and the inputs the next token needs."""
-    taps, length = weight.shape[1], x.shape[1]
-    before = x.new_zeros(x.shape[0], taps - 1, x.shape[2]) if tail is None else tail
-    inputs = torch.cat((before, x), dim=1)
-    y = precise(x.new_zeros(())) if bias is None else bias
-    for back in range(taps):
-        first = taps - 1 - back
-        reached = (pos >= back)[..., None]
-        y = y + weight[:, first] * torch.where(reached, precise(inputs[:, first : first + length]), 0.0)
-    return y, inputs[:, length:]
-
-
-def _of(state: State | None, name: str) -> Tensor | None:
-    return None if state is None else state[name]
-
-
-# ------------------------------------------------------------------------------------------------------------- state space models
-
-
-def mamba(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    inner, z, tail, low_rank, B, C = _ssm_inputs(p, c, x, pos, state)
-    if c["projection_norm_eps"] is not None:
-        low_rank, B, C = (rms_norm(part, None, c["projection_norm_eps"]).to(x.dtype) for part in (low_rank, B, C))
-    dt = F.softplus(precise(linear(low_rank, p["dt_proj.weight"])) + p["dt_bias"])
-    inputs = precise(inner), dt, -torch.exp(p["A_log"]), precise(B), precise(C), _skip(p, dt)
-    y, h = run("selective_scan", *inputs, pos=pos, initial_state=_of(state, "h"), discretization=c["discretization"])
-    return linear((y * F.silu(precise(z))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "h": h}
-
-
-def longhorn(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    inner, z, tail, low_rank, k, q = _ssm_inputs(p, c, x, pos, state)
-    logits = precise(linear(low_rank, p["beta_proj.weight"]))
-    beta = torch.sigmoid(logits + p["beta_bias"] if "beta_bias" in p else logits)
-    inputs = precise(inner), precise(k), precise(q), beta, _skip(p, beta)
-    y, S = run("longhorn", *inputs, pos=pos, initial_state=_of(state, "S"))
-    return linear((y * F.silu(precise(z))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "S": S}
-
-
-def _ssm_inputs(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, ...]:
-    """What Mamba and Longhorn share: the convolved channels, the gate, the convolution's tail, and what all channels share."""
-    inner, z = linear(x, p["in_proj.x.weight"]), linear(x, p["in_proj.z.weight"])
-    inner, tail = convolution(inner, p["conv_weight"], p["conv_bias"], pos, _of(state, "conv"))
-    inner = F.silu(inner).to(x.dtype)
-    shared = linear(inner, p["x_proj.weight"])
-    low_rank, B, C = shared.split([shared.shape[-1] - 2 * c["d_state"], c["d_state"], c["d_state"]], dim=-1)
-    return inner, z, tail, low_rank, B, C
-
-
-def _skip(p: Parameters, like: Tensor) -> Tensor:
-    return p["D"] if "D" in p else like.new_zeros(like.shape[-1])
-
-
-def mamba2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    z, inner, dt = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("z", "x", "dt"))
-    inner, conv_x = convolution(inner, p["conv_weight"], p["conv_bias"], pos, _of(state, "conv_x"))
-    shared = linear(x, p["bc_proj.weight" if c["n_groups"] == 1 else "in_proj.bc.weight"])
-    shared, conv_bc = convolution(shared, p["bc_conv_weight"], p["bc_conv_bias"], pos, _of(state, "conv_bc"))
-    # by group: B and C of the first, B and C of the second
-    B, C = precise(F.silu(shared).to(x.dtype)).unflatten(2, (c["n_groups"], 2, -1)).unbind(3)
-    dt = F.softplus(precise(dt) + p["dt_bias"])
-    inner = heads(precise(F.silu(inner).to(x.dtype)), c["head_dim"])
-    inputs = C, B, inner * dt[..., None], -torch.exp(p["A_log"]) * dt
-    y, S = run("gated_linear_attention", *inputs, gate="scalar", pos=pos, initial_state=_of(state, "S"))
-    y = (y + p["D"][:, None] * inner).flatten(2) * F.silu(precise(z))
-    size = c["norm_group_size"] or y.shape[-1] // c["n_groups"]
-    y = (rms_norm(heads(y, size), None, eps).flatten(2) * p["norm.weight"]).to(x.dtype)
-    return linear(y, p["out_proj.weight"]), {"conv_x": conv_x, "conv_bc": conv_bc, "S": S}
-
+from baton.models.interchange.remote.state_spaces_baton import longhorn, mamba, mamba2
 
 # ---------------------------------------------------------------------------------------------------------------- linear attention
 
