@@ -106,7 +106,8 @@ class Mamba(SSMBlock, settings=MambaConfig):
         y_BTD = (h_BTE.unflatten(2, (-1, d_state)) * C).sum(-1)
         if self.config.skip:
             y_BTD = y_BTD + self.D * x_BTD1.squeeze(-1)
-        return y_BTD, final["h"].reshape(len(x_BTD), -1, d_state)
+        h = final["h"]  # a placeholder if it is not wanted
+        return y_BTD, h.reshape(len(x_BTD), -1, d_state) if forward_context.need_final_state else h
 
     def scan_inputs(
         self, x_BTD: Tensor, dt_BTD: Tensor, B_BTN: Tensor, C_BTN: Tensor, D_D: Tensor, z_BTD: Tensor, dt_bias_D: Tensor

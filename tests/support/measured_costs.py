@@ -35,6 +35,9 @@ VARIANTS = {
     "mamba2, groups, one norm": ("mamba2", {"n_groups": 4, "norm_group_size": SMALL_WIDTH}),
     "gated_delta_net, grouped values": ("gated_delta_net", {"heads": 2, "v_heads": 4}),
     "gsa, converted": ("gsa", {"feature_map": "identity", "value_activation": None, "output_activation": None}),
+    "gsa, fixed gates": ("gsa", {"gate": "data_independent"}),
+    "gsa, abc": ("gsa", {"gate": "abc"}),
+    "linear_attention, rms": ("linear_attention", {"normalization": "rms", "feature_map": "identity"}),
     "gsa, relu": ("gsa", {"feature_map": "relu"}),
     "gla, identity": ("gla", {"feature_map": "identity"}),
     "retnet, relu": ("retnet", {"feature_map": "relu"}),
@@ -42,7 +45,10 @@ VARIANTS = {
     "retnet, no gate": ("retnet", {"output_gate": False}),
     "hgrn2 without a bound": ("hgrn2", {"lower_bound": 0.0}),
     "lattice, spans": ("lattice", {"variant": "enc", "initial_slots": "learned", "unit_queries": True}),
-    "lattice, everything": ("lattice", {"forget": True, "sparsity": 0.01, "unit_keys": False, "output_norm": False}),
+    "lattice, everything": (
+        "lattice",
+        {"forget": True, "sparsity": 0.01, "unit_keys": False, "output_norm": False, "conv_bias": True},
+    ),
     "lattice without projection": ("lattice", {"project": False, "forget": True, "initial_slots": "learned"}),
 }
 RECOMPUTED = ("mamba", "gla", "bmojo")

@@ -58,6 +58,18 @@ def retnet(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | No
     return _gated_output(p, o, gate, x, eps), {"S": S}
 
 
+def linear_attention(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    q, k, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v"))
+    mapped, summed = FEATURE_MAPS[c["feature_map"]], c["normalization"] == "sum"
+    q, k, v = (heads(precise(a), a.shape[-1] // c["heads"]) for a in (mapped(q), mapped(k), v))
+    v = F.pad(v, (0, 1), value=1.0) if summed else v
+    o, S = run("gated_linear_attention", q, k, v, gate="none", pos=pos, initial_state=_of(state, "S"))
+    if not summed:
+        return _gated_output(p, o, None, x, eps), {"S": S}
+    y = (o[..., :-1] / (o[..., -1:] + 1e-6)).flatten(2)
+    return linear(y.to(x.dtype), p["out_proj.weight"]), {"S": S}
+
+
 def hgrn2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
     q, f, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "f", "v"))
     d_key, bound = c["d_key"], c["lower_bound"]
@@ -78,15 +90,26 @@ def _gated_output(p: Parameters, o: Tensor, gate: Tensor | None, x: Tensor, eps:
 
 
 def gsa(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    q, k, v, alpha = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v", "alpha"))
+    q, k, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v"))
     mapped = FEATURE_MAPS[c["feature_map"]]
     v = v if c["value_activation"] is None else F.silu(v)
-    g = F.logsigmoid(precise(alpha)) / c["gate_logit_normalizer"]
+    sums: State = {}
+    if c["gate"] == "data_independent":
+        logits = p["decay_bias"].expand(*x.shape[:2], -1)
+    else:
+        logits = precise(linear(x, p["in_proj.alpha.weight"]))
+    g = F.logsigmoid(logits) / c["gate_logit_normalizer"]
+    if c["gate"] == "abc":
+        w = heads(torch.exp(logits.clamp(-30, 30)), c["slots"])
+        one = torch.ones_like(w[..., :1])
+        z, sums["z"] = run("gated_linear_attention", one, one, w, gate="none", pos=pos, initial_state=_of(state, "z"))
+        g = torch.log1p(-(w / z).clamp(max=1 - 1e-6)).flatten(2)
     inputs = *(heads(precise(a), c["head_dim"]) for a in (mapped(q), mapped(k), v)), heads(g, c["slots"])
-    o, state = run("gated_slot_attention", *inputs, slot_activation=c["slot_activation"], pos=pos, initial_state=state)
+    before = None if state is None else {name: state[name] for name in ("k", "v")}
+    o, state = run("gated_slot_attention", *inputs, slot_activation=c["slot_activation"], pos=pos, initial_state=before)
     y = o.flatten(2)
     y = rms_norm(y if c["output_activation"] is None else F.silu(y), p["norm.weight"], eps)
-    return linear(y.to(x.dtype), p["out_proj.weight"]), state
+    return linear(y.to(x.dtype), p["out_proj.weight"]), {**state, **sums}
 
 
 def delta_net(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
@@ -111,7 +134,7 @@ def lattice(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | N
     qk, v, gate, step = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("qk", "v", "gate", "step"))
     rows, tail = [], qk
     for name, normalized in (("conv_q", c["unit_queries"]), ("conv_k", c["unit_keys"])):
-        y, tail = convolution(qk, p[name], None, pos, _of(state, "conv"))
+        y, tail = convolution(qk, p[name], p.get(f"{name}_bias"), pos, _of(state, "conv"))
         y = heads((F.silu(y) if c["conv_activation"] == "silu" else y).to(x.dtype), c["slots"])
         rows.append(unit(y, eps) if normalized else precise(y))
     gamma = c["step_max"] * torch.sigmoid(precise(step) + p["step_bias"])
@@ -284,6 +307,7 @@ MIXERS: dict[str, Callable[..., Result]] = {
     "gsa": gsa,
     "hgrn2": hgrn2,
     "lattice": lattice,
+    "linear_attention": linear_attention,
     "longhorn": longhorn,
     "mamba": mamba,
     "mamba2": mamba2,
