@@ -12,8 +12,9 @@ Differences from the paper:
 - projection_norm_eps normalizes the step sizes' low-rank code, B and C, as FalconMamba (Zuo et al. 2024) does.
 
 The ablations of tables 7 and 8 are settings. selective says what is computed from the token; A_init has all initial values but
-the complex one. The kernels read a B and a C that all channels share. If one of them is a parameter, each channel has its own, and
-the scan runs over d_inner * d_state channels of one state each (`Mamba._scan_apart`).
+the complex one. A B or C that is a parameter has the shape of algorithm 1, a row for each channel, with which the model has the
+parameter counts of tables 9 and 10. The kernels read a B and a C that all channels share, so the scan then runs over
+d_inner * d_state channels of one state each (`Mamba._scan_apart`).
 
 A misprint in the paper: table 8 gives a random initial value as A ~ exp(N(0, 1)). A must be negative, so it is -exp(N(0, 1)).
 
