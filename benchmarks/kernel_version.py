@@ -22,6 +22,7 @@ OPS = {
     "gla": ("gated_linear_attention",),
     "retnet": ("gated_linear_attention",),
     "hgrn2": ("gated_linear_attention",),
+    "linear_attention": ("gated_linear_attention",),
     "delta_net": ("delta_rule", "short_conv"),
     "gated_delta_net": ("delta_rule", "short_conv"),
     "delta-net": ("delta_rule", "short_conv"),

@@ -18,7 +18,7 @@ In the order in which data passes through them:
     synthetic         Examples: synthetic tasks made from random words (synthetic_stream: their lanes and evaluation sets)
     run_source        BatchStream, ShardSource, TaskSource, open_source: what a training run reads
     evaluation        evaluation_batches, documents
-    config            DataConfig by kind: ShardsConfig, MqarConfig, InductionConfig, SelectiveCopyConfig; PrepareConfig
+    config            DataConfig by kind: ShardsConfig or a task of task_config (MqarConfig, ...); PrepareConfig
     files, file_io    atomic writes and checksums; transient errors of file systems, whole lines
     lock              exclusive: one process at a time, also where there is no flock
     errors            DataError, raised for every bad input

@@ -6,11 +6,19 @@ a synthetic task) are fixed for a run. The others may change at any time.
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.task_config import (
+    FuzzyRecallConfig,
+    InductionConfig,
+    MqarConfig,
+    NoisyRecallConfig,
+    SelectiveCopyConfig,
+    Settings,
+)
 
 MIB = 1 << 20
 
@@ -58,18 +66,14 @@ def check_weights(schedule: Sequence[tuple[int, Mapping[str, float]]], sources: 
             )
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class MixtureConfig(_Settings):
+class MixtureConfig(Settings):
     """Weights of several sources from a step on."""
 
     from_step: int = Field(default=0, ge=0, description="First step, counted from 0, in which units are chosen by these weights.")
     weights: dict[str, float] = Field(description="Each source's share of the text's bytes, together 1.")
 
 
-class ShardsConfig(_Settings):
+class ShardsConfig(Settings):
     """Text: the documents of a prepared dataset or of several, and the tokenizer that makes their ids."""
 
     kind: Literal["shards"] = "shards"
@@ -164,182 +168,22 @@ class ShardsConfig(_Settings):
         return self
 
 
-class TaskCase(_Settings):
-    """A difficulty at which evaluation measures a synthetic task; null: as in training."""
-
-    length: int | None = Field(default=None, ge=1, description="Tokens of an example; may exceed the rows of training.")
-
-
-class TaskConfig(_Settings):
-    """What the synthetic tasks share: examples without end, made when they are needed; no files and no tokenizer."""
-
-    case: ClassVar[type[TaskCase]] = TaskCase
-    kind: str
-    length: int = Field(
-        ge=1,
-        description="Tokens of an example, questions included; an example is a document. training.sequence_length is a multiple.",
-    )
-    vocab_size: int = Field(ge=4, description="Tokens that there are, special ones included; the model's vocabulary.")
-    prefetch: int = Field(
-        default=2,
-        ge=1,
-        description="Steps of batches made ahead by a background thread. Two hide the making; more only cost memory.",
-    )
-    cases: tuple[TaskCase, ...] = Field(
-        default=(),
-        description="Difficulties at which evaluation measures, each as changes of the task's own settings; none: as in training.",
-    )
-
-    @property
-    def shortest(self) -> int:
-        """The least `length` that the other settings leave room for."""
-        raise NotImplementedError
-
-    def deciding(self) -> dict[str, Any]:
-        """The settings that decide the examples, JSON-able."""
-        return self.model_dump(mode="json", exclude={"prefetch", "cases"})
-
-    def evaluated(self) -> dict[str, Self]:
-        """The settings of each evaluation case by its name, such as length-256-pairs-16; one at least. Raises ValueError for a
-        case that cannot be, and for two that are the same."""
-        found: dict[str, Self] = {}
-        for number, case in enumerate(self.cases or (self.case(),)):
-            changes = case.model_dump(exclude_none=True)
-            try:
-                settings = type(self).model_validate(self.deciding() | changes)
-            except ValidationError as error:
-                raise ValueError(f"case {number}: {error.errors()[0]['msg']}") from None
-            name = "-".join(f"{key}-{getattr(settings, key)}" for key in self.case.model_fields).replace("_", "-")
-            if name in found:
-                raise ValueError(f"case {number} is a second {name}; leave one out")
-            found[name] = settings
-        return found
-
-    def check_sequence_length(self, sequence_length: int) -> None:
-        """Raises DataError, naming sizes that would do, unless whole examples fill a row of `context` tokens exactly."""
-        if sequence_length % self.length == 0:
-            return
-        down = sequence_length // self.length * self.length
-        lengths = [str(n) for n in range(self.shortest, sequence_length + 1) if sequence_length % n == 0]
-        raise DataError(
-            f"training.sequence_length={sequence_length} is not a multiple of data.length={self.length}, and rows are full of "
-            f"whole examples; nearest that are: {' and '.join(str(n) for n in (down, down + self.length) if n)}"
-            + (f"; lengths that fill this one: {', '.join(lengths)}" if lengths else "")
-        )
-
-    def _too_large(self) -> str:
-        """What the other settings ask for and the vocabulary does not hold; "" when it holds it."""
-        return ""
-
-    @model_validator(mode="after")
-    def _can_be(self) -> Self:
-        problem = self._too_large()
-        if problem:
-            raise ValueError(problem)
-        if self.length < self.shortest:
-            raise ValueError(f"length={self.length} is too short: these settings need {self.shortest} tokens or more")
-        if self.cases:
-            self.evaluated()
-        return self
-
-
-class MqarCase(TaskCase):
-    """Changes of MqarConfig for one evaluation case."""
-
-    pairs: int | None = Field(default=None, ge=1, description="Pairs of key and value in an example.")
-
-
-class MqarConfig(TaskConfig):
-    """Multi-query associative recall: pairs of key and value, then each key once more, whose value is to be named.
-
-    Layout and defaults: Arora et al., "Zoology", and its public benchmark.
-    """
-
-    case = MqarCase
-    kind: Literal["mqar"] = "mqar"
-    length: int = Field(default=256, ge=1, description="Tokens of an example: pairs, questions and what is between them.")
-    pairs: int = Field(default=16, ge=1, description="Pairs of key and value in an example; the benchmark has 4 to 256.")
-    vocab_size: int = Field(
-        default=8192,
-        ge=4,
-        description="Tokens that there are: 0 stands for nothing, keys are from the lower half, values from the upper.",
-    )
-    power: float = Field(
-        default=0.01,
-        gt=0,
-        le=1,
-        description="Exponent a of the gaps g between the pairs and a question, p(g) ~ g^(a-1): near 0 most questions come early, "
-        "at 1 all places are alike.",
-    )
-    filler: Literal["random", "zero"] = Field(
-        default="random",
-        description="What stands where no question does: random tokens, none of them a key of the example, or token 0.",
-    )
-    cases: tuple[MqarCase, ...] = Field(default=(), description=TaskConfig.model_fields["cases"].description)
-
-    @property
-    def shortest(self) -> int:
-        return 4 * self.pairs  # a question takes two places: the key, and one where its value would follow
-
-    def _too_large(self) -> str:
-        most = self.vocab_size // 2 - 1
-        if self.pairs <= most:
-            return ""
-        return f"pairs={self.pairs} need as many different keys, and vocab_size={self.vocab_size} has {most}; raise vocab_size"
-
-
-class InductionConfig(TaskConfig):
-    """Induction heads: a special token somewhere among random ones, and once more at the end; what came after it is to be named.
-
-    Source: Gu & Dao, "Mamba", section 4.1.2. The special token is vocab_size - 1.
-    """
-
-    kind: Literal["induction"] = "induction"
-    length: int = Field(default=256, ge=1, description="Tokens of an example; the paper trains at 256 and tests 64 to 2^20.")
-    vocab_size: int = Field(default=16, ge=4, description="Tokens that there are, the special one included.")
-
-    @property
-    def shortest(self) -> int:
-        return 3
-
-
-class SelectiveCopyCase(TaskCase):
-    """Changes of SelectiveCopyConfig for one evaluation case."""
-
-    data_tokens: int | None = Field(default=None, ge=1, description="Tokens to be remembered.")
-
-
-class SelectiveCopyConfig(TaskConfig):
-    """Selective copying: data tokens at random places among blanks, to be named in their order at the end.
-
-    Source: Gu & Dao, "Mamba", section 4.1.1. Token 0 is the blank, vocab_size - 1 asks for an answer, the others are data.
-    """
-
-    case = SelectiveCopyCase
-    kind: Literal["selective_copy"] = "selective_copy"
-    length: int = Field(default=4096, ge=1, description="Tokens of an example, its answer places included.")
-    data_tokens: int = Field(default=16, ge=1, description="Tokens to be remembered, and answer places at the end.")
-    vocab_size: int = Field(default=16, ge=4, description="Tokens that there are, the blank and the asking one included.")
-    cases: tuple[SelectiveCopyCase, ...] = Field(default=(), description=TaskConfig.model_fields["cases"].description)
-
-    @property
-    def shortest(self) -> int:
-        return 2 * self.data_tokens
-
-
 def _shards_unless_said(value: Any) -> Any:
     """A run file that names no kind reads shards."""
     return {"kind": "shards"} | value if isinstance(value, dict) else value
 
 
 DataConfig = Annotated[
-    Annotated[ShardsConfig | MqarConfig | InductionConfig | SelectiveCopyConfig, Field(discriminator="kind")],
+    Annotated[
+        ShardsConfig | MqarConfig | NoisyRecallConfig | FuzzyRecallConfig | InductionConfig | SelectiveCopyConfig,
+        Field(discriminator="kind"),
+    ],
     BeforeValidator(_shards_unless_said),
 ]
 """What a training run reads: text from shards, or a synthetic task."""
 
 
-class IdsConfig(_Settings):
+class IdsConfig(Settings):
     """Input files that hold token ids instead of text."""
 
     dtype: Literal["uint16", "uint32"] = Field(
@@ -354,7 +198,7 @@ class IdsConfig(_Settings):
     vocab_size: int = Field(ge=1, description="Tokens of the tokenizer that made the ids; an id beyond them is an error.")
 
 
-class PrepareConfig(_Settings):
+class PrepareConfig(Settings):
     """How text becomes a dataset. Everything here but the worker count is part of the dataset's settings fingerprint."""
 
     shard_bytes: int = Field(

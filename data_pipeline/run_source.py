@@ -9,7 +9,7 @@ A lane holds the short documents of one unit and a chunk of a long one, so its m
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from baton.data_pipeline.config import ShardsConfig, TaskConfig
+from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.lane_order import Cursor
@@ -17,6 +17,7 @@ from baton.data_pipeline.reader import CorpusSpec, DocReader, Growth, LaneReader
 from baton.data_pipeline.remote import Cache
 from baton.data_pipeline.steps import DocumentRef, StepPlan, StepStream
 from baton.data_pipeline.synthetic_stream import ExampleCursor, SyntheticStream, synthetic_fingerprint
+from baton.data_pipeline.task_config import TaskConfig
 from baton.data_pipeline.tokenizer import Losses, Tokenizer, load_tokenizer
 from baton.data_pipeline.workers import Start, Workers
 

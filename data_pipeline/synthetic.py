@@ -13,8 +13,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from baton.data_pipeline.config import InductionConfig, MqarConfig, SelectiveCopyConfig, TaskConfig
 from baton.data_pipeline.packing import IGNORE_INDEX
+from baton.data_pipeline.task_config import (
+    FuzzyRecallConfig,
+    InductionConfig,
+    MqarConfig,
+    NoisyRecallConfig,
+    SelectiveCopyConfig,
+    TaskConfig,
+)
 
 Int64 = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -25,10 +32,10 @@ PHILOX_BLOCK = 4  # words that one step of Philox's counter makes
 
 class Task(Protocol):
     """Maps words to examples. words: W, number of words of an example. asked: number of positions in an example that have a
-    label."""
+    label; None: it differs from example to example."""
 
     words: int
-    asked: int
+    asked: int | None
 
     def make(self, words: Words) -> tuple[Int64, Int64]:
         """uint64 [E, W], uniform on all 64 bits -> tokens and labels int64 [E, length], label IGNORE_INDEX where nothing is asked.
@@ -38,7 +45,7 @@ class Task(Protocol):
 class Examples:
     """The examples of a task, by number, in independent streams.
 
-    asked: number of positions in an example that have a label.
+    asked: number of positions in an example that have a label; None: it differs from example to example.
     """
 
     def __init__(self, config: TaskConfig) -> None:
@@ -95,6 +102,95 @@ class Mqar:
         return tokens, labels
 
 
+class NoisyRecall:
+    """Recall in noise (Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid Architectures", and its public benchmark).
+
+    tokens: places of two, each noise with the chance `noise`, two tokens uniform on the last `noise_vocab_size`, or else a key,
+    uniform on 0 to K - 1, and its value. Every key has one value in an example, uniform on the tokens between keys and noise, so
+    different keys may have the same. One place, drawn beforehand, is never noise; the last has one of the keys before it, all of
+    them as likely. label at a key that was there before: its value.
+    """
+
+    asked = None
+
+    def __init__(self, config: NoisyRecallConfig) -> None:
+        self.config, self._places = config, config.length // 2
+        self._sizes = [self._places] * 4 + [config.keys, 1, 1]
+        self.words = sum(self._sizes)
+
+    def make(self, words: Words) -> tuple[Int64, Int64]:
+        config, count = self.config, self._places
+        parts = np.split(words, np.cumsum(self._sizes)[:-1], axis=1)
+        of_chance, of_keys, of_first, of_second, of_values, of_certain, of_last = parts
+        rows, clean = np.arange(len(words)), config.vocab_size - config.noise_vocab_size
+        values = config.keys + below(of_values, clean - config.keys)
+        is_noise = (of_chance >> np.uint64(11)).astype(np.float64) * 2.0**-53 < config.noise
+        is_noise[rows, below(of_certain, count - 1)[:, 0]] = False
+        keys, repeated = below(of_keys, config.keys), np.zeros((len(words), count), bool)
+        seen = np.zeros((len(words), config.keys), bool)
+        for place in range(count - 1):
+            key = keys[:, place]
+            repeated[:, place] = seen[rows, key] & ~is_noise[:, place]
+            seen[rows, key] |= ~is_noise[:, place]
+        keys[:, -1] = one_of(seen, of_last[:, 0])
+        repeated[:, -1], is_noise[:, -1] = True, False
+        answers, labels = np.take_along_axis(values, keys, axis=1), np.full((len(words), config.length), IGNORE_INDEX)
+        noise = [clean + below(part, config.noise_vocab_size) for part in (of_first, of_second)]
+        tokens = np.empty_like(labels)
+        tokens[:, ::2] = np.where(is_noise, noise[0], keys)
+        tokens[:, 1::2] = np.where(is_noise, noise[1], answers)
+        labels[:, ::2] = np.where(repeated, answers, IGNORE_INDEX)
+        return tokens, labels
+
+
+class FuzzyRecall:
+    """Fuzzy recall (the same source): keys and values of one token up to several.
+
+    tokens: blanks V - 1, then pairs of a key and its value as long as there is room, then one of those keys again, all of them as
+    likely, and its value. A key has 1 to `key_tokens` different tokens of 0 to K - 1, in any order; a value as many as its key's
+    first occurrence drew, of the tokens between keys and the blank. Each number of tokens is as likely, and then each order of each
+    choice. label at the last token of a key that was there before, and at all but the last of its value: the value's next token.
+    """
+
+    asked = None
+
+    def __init__(self, config: FuzzyRecallConfig) -> None:
+        self.config, self._pairs = config, (config.length - config.key_tokens - config.value_tokens) // 2
+        self._sizes = [self._pairs] * 2 + [2 * self._pairs * n for n in (config.key_tokens, config.value_tokens)] + [1]
+        self.words = sum(self._sizes)
+
+    def make(self, words: Words) -> tuple[Int64, Int64]:
+        config, half, blank = self.config, self.config.key_vocabulary, self.config.vocab_size - 1
+        of_key_sizes, of_value_sizes, of_keys, of_values, of_last = np.split(words, np.cumsum(self._sizes)[:-1], axis=1)
+        examples, rows = len(words), np.arange(len(words))
+        keys = _motifs(of_keys, of_key_sizes, config.key_tokens, half)
+        values = _motifs(of_values, of_value_sizes, config.value_tokens, blank - half)
+        values = np.where(values >= 0, values + half, -1)
+        # pair i has the value of the first pair with its key
+        first = np.empty((examples, self._pairs), np.int64)
+        for pair in range(self._pairs):
+            first[:, pair] = (keys[:, : pair + 1] == keys[:, pair, None]).all(-1).argmax(1)
+        values = np.take_along_axis(values, first[:, :, None], axis=1)
+        sizes = (keys >= 0).sum(-1) + (values >= 0).sum(-1)
+        there = sizes.cumsum(1) <= config.length - config.key_tokens - config.value_tokens
+        last = one_of(there & (first == np.arange(self._pairs)), of_last[:, 0])
+        # the last pair asks as well
+        pairs = np.concatenate((keys, values), axis=2)
+        pairs = np.concatenate((np.where(there[:, :, None], pairs, -1), pairs[rows, last][:, None]), axis=1)
+        asking = np.concatenate((first < np.arange(self._pairs), np.ones((examples, 1), bool)), axis=1)
+        is_answer = np.zeros(pairs.shape, bool)
+        is_answer[:, :, config.key_tokens :] = asking[:, :, None]
+        tokens, answers = np.full((examples, config.length), blank), np.zeros((examples, config.length), bool)
+        flat, wanted = pairs.reshape(examples, -1), is_answer.reshape(examples, -1)
+        # the tokens of a row in their order, at its end
+        row, column = (flat >= 0).nonzero()
+        place = config.length - (flat >= 0).sum(1)[row] + (flat >= 0).cumsum(1)[row, column] - 1
+        tokens[row, place], answers[row, place] = flat[row, column], wanted[row, column]
+        labels = np.full_like(tokens, IGNORE_INDEX)
+        labels[:, :-1] = np.where(answers[:, 1:], tokens[:, 1:], IGNORE_INDEX)
+        return tokens, labels
+
+
 class Induction:
     """Induction heads (Gu & Dao, "Mamba", section 4.1.2).
 
@@ -140,12 +236,33 @@ class SelectiveCopy:
         return tokens, labels
 
 
-TASKS = {MqarConfig: Mqar, InductionConfig: Induction, SelectiveCopyConfig: SelectiveCopy}
+TASKS = {
+    MqarConfig: Mqar,
+    NoisyRecallConfig: NoisyRecall,
+    FuzzyRecallConfig: FuzzyRecall,
+    InductionConfig: Induction,
+    SelectiveCopyConfig: SelectiveCopy,
+}
 
 
 def below(words: Words, bound: int) -> Int64:
     """Each word as an integer from 0 to bound - 1. From its upper 32 bits, so no value is likelier by more than bound / 2^32."""
     return ((words >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32)).astype(np.int64)
+
+
+def one_of(allowed: npt.NDArray[np.bool_], words: Words) -> Int64:
+    """int64 [E]: for each row of allowed [E, n] the place of one that is true, all as likely; one at least is. words: [E]."""
+    count = allowed.sum(1).astype(np.uint64)
+    rank = ((words >> np.uint64(32)) * count >> np.uint64(32)).astype(np.int64)
+    return (allowed.cumsum(1) > rank[:, None]).argmax(1)
+
+
+def _motifs(words: Words, of_sizes: Words, most: int, bound: int) -> Int64:
+    """int64 [E, pairs, most]: 1 to `most` different integers from 0 to bound - 1 in random order, then -1. words [E, 2 pairs most],
+    of_sizes [E, pairs]."""
+    of_choice, of_order = (part.reshape(-1, most) for part in np.split(words, 2, axis=1))
+    drawn = shuffled(different(of_choice, bound), of_order).reshape(*of_sizes.shape, most)
+    return np.where(np.arange(most) <= below(of_sizes, most)[:, :, None], drawn, -1)
 
 
 def exponential(words: Words) -> npt.NDArray[np.float64]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from baton.data_pipeline.config import TaskConfig
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint
 from baton.data_pipeline.packing import IGNORE_INDEX, Batch, NumpyBatch
 from baton.data_pipeline.steps import StepPlan, StepStream
 from baton.data_pipeline.synthetic import VERSION, Examples
+from baton.data_pipeline.task_config import TaskConfig
 
 CHUNK_TOKENS = 1 << 18  # tokens made at once: enough to make calls cheap, few enough to bound what is in memory besides the batches
 
@@ -88,23 +88,41 @@ class SyntheticEvaluationSet:
 
 
 def synthetic_evaluation_set(
-    config: TaskConfig, *, tokens: int, sequence_length: int, micro_batch_size: int, data_rank: int, data_size: int
+    config: TaskConfig,
+    *,
+    tokens: int,
+    sequence_length: int,
+    micro_batch_size: int,
+    data_rank: int,
+    data_size: int,
+    examples: int | None = None,
 ) -> SyntheticEvaluationSet:
-    """The first tokens / length examples of a task's evaluation stream (at least one), an example a row; every run, seed and layout
-    has the same ones. Batches have about as many tokens as those of training, micro_batch_size * sequence_length; rows without
-    labels complete
-    the last round of batches over the ranks. Raises DataError: an impossible size."""
-    if min(tokens, sequence_length, micro_batch_size, data_size) < 1 or not 0 <= data_rank < data_size:
+    """The first `examples` examples of a task's evaluation stream, or the first tokens / length (at least one), an example a row;
+    every run, seed and layout has the same ones. Batches have about as many tokens as those of training, micro_batch_size *
+    sequence_length; rows without labels complete the last round of batches over the ranks. Raises DataError: an impossible size."""
+    if min(tokens, sequence_length, micro_batch_size, data_size, examples or 1) < 1 or not 0 <= data_rank < data_size:
         raise DataError(
-            "tokens, sequence_length, micro_batch_size and data_size must be at least 1, and data_rank one of the data ranks"
+            "tokens, examples, sequence_length, micro_batch_size and data_size must be at least 1, and data_rank one of the data "
+            "ranks"
         )
-    count, rows = max(1, tokens // config.length), max(1, micro_batch_size * sequence_length // config.length)
-    examples, pos = Examples(config), np.arange(config.length, dtype=np.int32)
+    count, rows = examples or max(1, tokens // config.length), max(1, micro_batch_size * sequence_length // config.length)
+    source, pos = Examples(config), np.arange(config.length, dtype=np.int32)
     batches: list[NumpyBatch] = []
     rounds = -(-count // (rows * data_size))
     for number in range(rounds):
         first = (number * data_size + data_rank) * rows
-        made, labels = examples.take([(("evaluation",), first, rows)])
+        made, labels = source.take([(("evaluation",), first, rows)])
         labels[max(0, count - first) :] = IGNORE_INDEX
         batches.append(Batch(made, labels, np.broadcast_to(pos, made.shape), ()))
-    return SyntheticEvaluationSet(batches, count * examples.asked)
+    return SyntheticEvaluationSet(batches, _labels(source, config, count))
+
+
+def _labels(source: Examples, config: TaskConfig, count: int) -> int:
+    """Number of labels of the first `count` examples of the evaluation stream. Where they have different numbers, all are made."""
+    if source.asked is not None:
+        return count * source.asked
+    at_once, found = max(1, CHUNK_TOKENS // config.length), 0
+    for first in range(0, count, at_once):
+        _, labels = source.take([(("evaluation",), first, min(at_once, count - first))])
+        found += int((labels != IGNORE_INDEX).sum())
+    return found

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from baton.data_pipeline.config import DataConfig, ShardsConfig, TaskConfig
+from baton.data_pipeline.config import DataConfig, ShardsConfig
+from baton.data_pipeline.task_config import TaskConfig
 from baton.launcher.errors import ConfigError
 from baton.launcher.jobs_config import JobsConfig
 from baton.launcher.validation import first_problem

@@ -8,8 +8,10 @@ Shapes: B batch, T time, M d_model, D this rank's channels, N d_state, R rank of
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from baton.kernels.protocol import Inputs, LinearRecurrence, State
@@ -53,10 +55,31 @@ class SSMBlock(Mixer):
         The recurrence adds dt_bias to dt in fp32: rounding the sum to bf16 would move Mamba's step sizes in jumps of 3 %.
         """
 
-    def shared_inputs(self, projected: Tensor) -> Sequence[Tensor]:
-        """The step sizes' low-rank code [B, T, R], B and C [B, T, N] of what x_proj gives."""
-        rank, d_state = self.config.step_rank(self.context.d_model), self.config.d_state
-        return projected.split([rank, d_state, d_state], dim=-1)
+    def shared_inputs(self, projected: Tensor) -> Mapping[str, Tensor]:
+        """The step sizes' low-rank code "step" [B, T, R], "B" and "C" [B, T, N], those that x_proj gives."""
+        widths = self.config.shared_widths(self.context.d_model)
+        return dict(zip(widths, projected.split(list(widths.values()), dim=-1), strict=True))
+
+    def scan(
+        self,
+        x_BTD: Tensor,
+        dt_BTD: Tensor,
+        shared: Mapping[str, Tensor],
+        z_BTD: Tensor,
+        pos_BT: Tensor,
+        state: State | None,
+        forward_context: ForwardContext,
+    ) -> tuple[Tensor, State]:
+        """Outputs [B, T, D] of the gated recurrence, and its State."""
+        D_D, dt_bias_D = self._or_zeros("D"), self._or_zeros(f"{self.config.step_name}_bias")
+        inputs = self.scan_inputs(x_BTD, dt_BTD, shared["B"], shared["C"], D_D, z_BTD, dt_bias_D)
+        return self.run_recurrence(self.recurrence, inputs, pos_BT, state, forward_context)
+
+    def _projected_steps(self, shared: Mapping[str, Tensor], x_BTD: Tensor) -> Callable[[], Tensor]:
+        """A function that makes dt [B, T, D] without its bias, zeros where no input decides it. It does not keep x."""
+        if "step" not in shared:
+            return partial(torch.zeros, x_BTD.shape, dtype=x_BTD.dtype, device=x_BTD.device)
+        return partial(self.get_submodule(f"{self.config.step_name}_proj"), shared["step"])
 
     def _or_zeros(self, name: str) -> Tensor:
         """The parameter [D], or zeros where the settings leave it out: the kernels read one in any case."""
@@ -75,15 +98,14 @@ class SSMBlock(Mixer):
         x_BTD, tail = self.run_recurrence(_CONV, conv_inputs, pos_BT, initial_tail, forward_context)
         with recompute_in_backward(selective) as discard:
             discard(x_BTD, lambda: _CONV.forward_no_state(conv_inputs, pos_BT, initial_tail))
-            x_BTD, projected = self.x_proj(x_BTD, return_input=True)
-            # every rank's channels use the same dt code, B and C: their gradient is summed once for all three
-            projected = copy_to_tensor_group(projected)
-            dt_low_rank_BTR, B_BTN, C_BTN = self.shared_inputs(projected)
-            dt_proj = self.get_submodule(f"{config.step_name}_proj")
-            dt_BTD = dt_proj(dt_low_rank_BTR)
-            D_D, dt_bias_D = self._or_zeros("D"), self._or_zeros(f"{config.step_name}_bias")
-            inputs = self.scan_inputs(x_BTD, dt_BTD, B_BTN, C_BTN, D_D, z_BTD, dt_bias_D)
+            shared: Mapping[str, Tensor] = {}
+            if config.shared_widths(self.context.d_model):
+                x_BTD, projected = self.x_proj(x_BTD, return_input=True)
+                # every rank's channels use the same dt code, B and C: their gradient is summed once for all three
+                shared = self.shared_inputs(copy_to_tensor_group(projected))
+            projected_steps = self._projected_steps(shared, x_BTD)
+            dt_BTD = projected_steps()
             initial_state = None if state is None else {config.state_name: state[config.state_name]}
-            discard(dt_BTD, lambda: dt_proj(dt_low_rank_BTR))
-            y_BTD, final_state = self.run_recurrence(self.recurrence, inputs, pos_BT, initial_state, forward_context)
+            discard(dt_BTD, projected_steps)
+            y_BTD, final_state = self.scan(x_BTD, dt_BTD, shared, z_BTD, pos_BT, initial_state, forward_context)
         return self.out_proj(y_BTD), {**tail, **final_state}

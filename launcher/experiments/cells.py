@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from baton.data_pipeline.config import TaskConfig
+from baton.data_pipeline.task_config import TaskConfig
 from baton.launcher.config import RunConfig, put_setting, resolve
 from baton.launcher.errors import ConfigError
 from baton.launcher.experiments import statement

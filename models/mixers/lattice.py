@@ -60,8 +60,8 @@ class Lattice(Mixer, settings=LatticeConfig):
     ) -> tuple[Tensor, State]:
         config, dtype = self.config, self.step_bias.dtype
         qk_BTD, v_BTD, gate_BTD, gamma_BTH, *mu = self.in_proj(x_BTM, self.in_proj.local_splits)
-        q_BTHK, conv = self._convolved(qk_BTD, self.conv_q, pos_BT, state, forward_context)
-        k_BTHK, _ = self._convolved(qk_BTD, self.conv_k, pos_BT, state, forward_context)
+        q_BTHK, conv = self._convolved(qk_BTD, "conv_q", pos_BT, state, forward_context)
+        k_BTHK, _ = self._convolved(qk_BTD, "conv_k", pos_BT, state, forward_context)
         # biases are added in fp32: in bf16, sums change in coarse steps, and a gate near 1 rounds to 1
         gamma_BTH = torch.sigmoid(gamma_BTH.to(dtype) + self.step_bias)
         if config.step_max != 1.0:
@@ -85,9 +85,13 @@ class Lattice(Mixer, settings=LatticeConfig):
         return self.out_proj(y_BTD), {"conv": conv, **final_state}
 
     def _convolved(
-        self, x_BTD: Tensor, weight: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext
+        self, x_BTD: Tensor, name: str, pos_BT: Tensor, state: State | None, forward_context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        bias = cached_constants.zeros(weight.shape[0], weight.dtype, weight.device)
+        weight: Tensor = getattr(self, name)
+        if self.config.conv_bias:
+            bias: Tensor = getattr(self, f"{name}_bias")
+        else:
+            bias = cached_constants.zeros(weight.shape[0], weight.dtype, weight.device)
         inputs, tail = (x_BTD, weight, bias), None if state is None else {"conv": state["conv"]}
         y_BTD, tail = self.run_recurrence(ShortConv(self.config.conv_activation), inputs, pos_BT, tail, forward_context)
         return y_BTD.unflatten(2, (-1, self.config.slots)), tail["conv"]

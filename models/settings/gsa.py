@@ -4,18 +4,20 @@ from typing import Literal
 
 from pydantic import Field
 
+from baton.models.initializers import Normal
 from baton.models.settings.attention import HeadsConfig
 from baton.models.settings.cost_model import (
     LINEAR_ATTENTION_CHUNK,
     MixerCosts,
     RecurrenceCosts,
     SavedTensor,
+    linear_attention_costs,
     linear_attention_flops,
     saved_by_log_sigmoid,
     saved_by_split_norm,
     saved_scores,
 )
-from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split_norm
+from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split, split_norm
 from baton.models.settings.linear_attention import FeatureMap
 
 
@@ -30,6 +32,12 @@ class GSAConfig(HeadsConfig):
         gt=0,
         description="a slot's forget gate is sigmoid(x)^(1 / gate_logit_normalizer); a larger value gives a longer memory at "
         "initialization. The paper's 8",
+    )
+    gate: Literal["data_dependent", "data_independent", "abc"] = Field(
+        "data_dependent",
+        description="forget gates of slots. data_dependent: a projection of the token, the paper's; data_independent: a parameter "
+        "for each slot; abc: none, as in attention with bounded memory (Peng et al. 2022): a slot is the mean of all tokens, "
+        "weighted by the exponential of the projection. The last two are ablations of table 2",
     )
     slot_activation: Literal["softmax", "identity", "silu", "relu", "relu2"] = Field(
         "softmax", description="activation that turns scores into weights of slots; all but softmax are the paper's ablations"
@@ -49,14 +57,17 @@ class GSAConfig(HeadsConfig):
 
     @property
     def fused(self) -> bool:
-        """Whether the activations are those that the kernels apply themselves."""
-        return self.feature_map == "silu" and self.value_activation == "silu"
+        """Whether the activations and gates are those that the kernels compute themselves."""
+        return self.gate == "data_dependent" and self.feature_map == "silu" and self.value_activation == "silu"
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         heads, kv_heads = self.head_counts(d_model)
-        width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
+        width, kv_width, gates = heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.slots
+        fixed = self.gate == "data_independent"
         return (
-            column("in_proj", d_model, {"q": width, "k": kv_width, "v": kv_width, "alpha": kv_heads * self.slots}),
+            column("in_proj", d_model, {"q": width, "k": kv_width, "v": kv_width} | ({} if fixed else {"alpha": gates})),
+            # the paper gives no initial values; equal ones would keep all slots of a head equal
+            *((split("decay_bias", gates, init=Normal(2.0)),) if fixed else ()),
             split_norm("norm", width),
             output("out_proj", width, d_model),
         )
@@ -66,6 +77,8 @@ class GSAConfig(HeadsConfig):
         return (
             StateDeclaration("k", (kv_heads, self.head_dim, self.slots), "float32", tp=0),
             StateDeclaration("v", (kv_heads, self.slots, self.head_dim), "float32", tp=0),
+            # of abc: sums of weights
+            *((StateDeclaration("z", (kv_heads, 1, self.slots), "float32", tp=0),) if self.gate == "abc" else ()),
         )
 
     def activation_costs(self, d_model: int) -> MixerCosts:
@@ -73,6 +86,7 @@ class GSAConfig(HeadsConfig):
         dim, slots = self.head_dim, self.slots
         width, kv_width, gates = heads * dim, kv_heads * dim, kv_heads * slots
         qkv = width + 2 * kv_width
+        k, v, *sums = self.state(d_model)
         if self.fused:
             activated: tuple[SavedTensor, ...] = (
                 # the CPU implementation recomputes these chunk by chunk
@@ -83,13 +97,15 @@ class GSAConfig(HeadsConfig):
             mapped = (self.feature_map != "identity") * (width + kv_width) + (self.value_activation is not None) * kv_width
             activated = (
                 *((SavedTensor("activated q, k and v", mapped, "compute"),) if mapped else ()),
-                *saved_by_log_sigmoid("gates", gates),
-                SavedTensor("gates", gates, "float32"),
+                *self._saved_by_gates(kv_heads),
+                # those of all tokens are views of a parameter's, which GPU kernels copy
+                SavedTensor("gates", gates, "float32", device="gpu" if self.gate == "data_independent" else None),
             )
+        projected = gates * (self.gate != "data_independent")
         return MixerCosts(
             saved=(
                 SavedTensor("in_proj input", d_model, "compute", split=False),
-                SavedTensor("q, k, v and alpha", qkv + gates, "compute"),
+                SavedTensor("q, k, v and alpha", qkv + projected, "compute"),
                 *activated,
                 SavedTensor("scores of slots", heads * slots, "float32", in_recurrence="kernel"),
                 *saved_scores(heads, width, kv_width, gates),
@@ -103,9 +119,10 @@ class GSAConfig(HeadsConfig):
                 SavedTensor("out_proj input", width, "compute", device="cpu"),
             ),
             recurrences=(
+                *(linear_attention_costs(z, per_key=False) for z in sums),
                 RecurrenceCosts(
                     "gated_slot_attention",
-                    self.state(d_model),
+                    (k, v),
                     chunk=LINEAR_ATTENTION_CHUNK,
                     recomputed_on_gpu=True,
                     transition=((kv_heads, 1, slots), (kv_heads, slots, 1)),
@@ -113,6 +130,21 @@ class GSAConfig(HeadsConfig):
             ),
             # two passes, over the slots' keys and over their values
             matrix_flops=linear_attention_flops(heads, dim, slots) + linear_attention_flops(heads, slots, dim),
+        )
+
+    def _saved_by_gates(self, kv_heads: int) -> tuple[SavedTensor, ...]:
+        """What is saved on the way to the log decays, where the kernels do not compute them."""
+        gates = kv_heads * self.slots
+        if self.gate == "data_dependent":
+            return saved_by_log_sigmoid("gates", gates)
+        if self.gate == "data_independent":
+            return ()
+        return (
+            SavedTensor("logits", gates, "float32", cast=True),
+            SavedTensor("weights", gates, "float32"),
+            SavedTensor("ones", kv_heads, "float32"),
+            SavedTensor("sums of weights", gates, "float32"),
+            SavedTensor("shares", 2 * gates, "float32"),
         )
 
     @classmethod

@@ -35,8 +35,8 @@ class LatticeConfig(MixerConfig):
     The paper gives the recurrence's equations, and of the block only a shared projection of q and k with a causal convolution each
     and a GELU gate after the recurrence. It does not give the widths of heads and convolutions or the norm. They are settings here,
     with defaults close to TTT's public code, whose data and batch sizes the paper uses. TTT's code differs in these points: its
-    convolutions have a bias, its norm is LayerNorm, its gate is the tanh approximation of GELU, q and k have rotary positions, and
-    the target is v - k. unit_keys and value_scale are not in the paper.
+    convolutions have a bias (conv_bias), its norm is LayerNorm, its gate is the tanh approximation of GELU, q and k have rotary
+    positions, and the target is v - k. unit_keys and value_scale are not in the paper.
     """
 
     kind: Literal["lattice"] = "lattice"
@@ -85,6 +85,7 @@ class LatticeConfig(MixerConfig):
         0.0, ge=0, description="weight of an L1 penalty on slots; soft thresholds are sparsity times the step size. 0: none"
     )
     d_conv: int = Field(4, ge=2, description="width of the causal convolutions of q and k, in tokens; 4 as in TTT's code")
+    conv_bias: bool = Field(False, description="add a bias per channel to the convolutions; true in TTT's code")
     conv_activation: Literal["silu"] | None = Field(
         None, description="activation after the convolutions; null: none, as in TTT's code"
     )
@@ -129,6 +130,8 @@ class LatticeConfig(MixerConfig):
         declarations.append(column("in_proj", d_model, {"qk": keys, "v": values, "gate": values, "step": heads, **forget}))
         for name in ("conv_q", "conv_k"):
             declarations.append(split(name, keys, self.d_conv, init=linear(self.d_conv), decay=True))
+            if self.conv_bias:
+                declarations.append(split(f"{name}_bias", keys, init=linear(self.d_conv)))
         if self.initial_slots == "learned":
             declarations.append(split("S0", heads, self.head_dim, self.slots, init=OrthonormalColumns()))
         if self.output_norm:

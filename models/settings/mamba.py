@@ -1,11 +1,19 @@
 """Settings of Mamba."""
 
+import math
 from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from baton.models.initializers import Initializer, InverseSoftplusLogUniform, InverseSoftplusUniform, LogArange
+from baton.models.initializers import (
+    Constant,
+    Initializer,
+    InverseSoftplusLogUniform,
+    InverseSoftplusUniform,
+    LogArange,
+    Normal,
+)
 from baton.models.settings.cost_model import EXP_FLOPS, MixerCosts, SavedTensor
 from baton.models.settings.declarations import ParameterDeclaration, split
 from baton.models.settings.ssm_block import SSMBlockConfig
@@ -15,6 +23,17 @@ class MambaConfig(SSMBlockConfig):
     """The selective state space model of Mamba (Gu & Dao 2023)."""
 
     kind: Literal["mamba"] = "mamba"
+    A_init: Literal["s4d_real", "half", "random"] = Field(
+        "s4d_real",
+        description="initial values of A. s4d_real: -(n + 1) for state index n, the paper's default; half: -1/2; random: minus the "
+        "exponential of a standard normal number. All are rows of table 8, whose complex A is not available",
+    )
+    selective: tuple[Literal["dt", "B", "C"], ...] = Field(
+        ("dt", "B", "C"),
+        description="which of the step size and the projections B and C are computed from the token (table 7). The others are "
+        "parameters: dt its bias alone, B and C a matrix [d_inner, d_state] each, as in algorithm 1. [] gives a time-invariant "
+        "model. B or C as parameters make the scan d_state times as wide: d_state times the activations",
+    )
     dt_init: Literal["uniform", "log_uniform"] = Field(
         "log_uniform",
         description="distribution of the initial step sizes between dt_min and dt_max. log_uniform: the released code's, from "
@@ -44,6 +63,27 @@ class MambaConfig(SSMBlockConfig):
             raise ValueError(f"dt_min={self.dt_min} exceeds dt_max={self.dt_max}; initial step sizes lie between them")
         return self
 
+    @model_validator(mode="after")
+    def _selective_parts_are_named_once(self) -> "MambaConfig":
+        if len(set(self.selective)) < len(self.selective):
+            raise ValueError(f"selective={list(self.selective)} names a part twice; name each of dt, B and C at most once")
+        if self.projection_norm_eps is not None and len(self.selective) < 3:
+            raise ValueError(
+                f"projection_norm_eps={self.projection_norm_eps} normalizes dt's code, B and C, which "
+                f"selective={list(self.selective)} does not all compute; set projection_norm_eps: null"
+            )
+        return self
+
+    @property
+    def static(self) -> tuple[str, ...]:
+        """Those of B and C that are parameters."""
+        return tuple(name for name in ("B", "C") if name not in self.selective)
+
+    def shared_widths(self, d_model: int) -> dict[str, int]:
+        # in this order, whatever that of the setting
+        parts = {"step": "dt", "B": "B", "C": "C"}
+        return {name: width for name, width in super().shared_widths(d_model).items() if parts[name] in self.selective}
+
     @property
     def step_name(self) -> str:
         return "dt"
@@ -58,12 +98,20 @@ class MambaConfig(SSMBlockConfig):
         return distribution(self.dt_min, self.dt_max, self.dt_floor)
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
-        A_log = split("A_log", self.expand * d_model, self.d_state, init=LogArange())
-        return (*super().parameters(d_model), A_log)
+        inner = self.expand * d_model
+        inits: dict[str, Initializer] = {"s4d_real": LogArange(), "half": Constant(math.log(0.5)), "random": Normal(1.0)}
+        # of B and C the paper gives no initial values where they are parameters: S4D's are 1 and standard normal
+        static: dict[str, Initializer] = {"B": Constant(1.0), "C": Normal(1.0)}
+        return (
+            *super().parameters(d_model),
+            split("A_log", inner, self.d_state, init=inits[self.A_init]),
+            *(split(name, inner, self.d_state, init=static[name]) for name in self.static),
+        )
 
     def activation_costs(self, d_model: int) -> MixerCosts:
         # FLOPs per element of the state besides the exponential: its argument 1, input term 2, update 2, output 2
         costs, inner = self.skeleton_costs(d_model, EXP_FLOPS + 7), self.expand * d_model
+        states = inner * self.d_state
         saved: tuple[SavedTensor, ...] = (
             # softplus saves its input; A = -exp(A_log) saves the exponential and its negative
             SavedTensor("step sizes before softplus", inner, "float32", in_recurrence="graph"),
@@ -78,4 +126,21 @@ class MambaConfig(SSMBlockConfig):
                 SavedTensor("norms' scale", 3, "float32", split=False),
                 SavedTensor("normalised code, B and C", code, "compute", split=False),
             )
-        return replace(costs, saved=(*costs.saved, *saved))
+        if not self.static:
+            return replace(costs, saved=(*costs.saved, *saved))
+        # the step sizes are computed outside the scan, whose inputs and outputs have a channel for each state
+        outside = {"step sizes before softplus", "step sizes", "y", "z input", "z activated"}
+        saved = tuple(replace(x, in_recurrence=None) if x.name in outside else x for x in (*costs.saved, *saved))
+        saved = tuple(x for x in saved if x.name not in ("step sizes", "projected step sizes"))
+        saved += (
+            SavedTensor("x in float32", inner, "float32", cast=True),
+            SavedTensor("B x", states, "float32"),
+            SavedTensor("step sizes of every state", states, "float32"),
+            SavedTensor("states", states, "float32"),
+            *(
+                SavedTensor(f"{name} in float32", self.d_state, "float32", split=False, cast=True)
+                for name in self.shared_widths(d_model)
+                if name != "step"
+            ),
+        )
+        return replace(costs, saved=saved)

@@ -48,6 +48,10 @@ class SSMBlockConfig(MixerConfig):
         """Rank of the step sizes' projection."""
         return self.dt_rank or -(-d_model // 16)
 
+    def shared_widths(self, d_model: int) -> dict[str, int]:
+        """What x_proj computes for all channels of a token, with widths: the step sizes' low-rank code ("step"), B and C."""
+        return {"step": self.step_rank(d_model), "B": self.d_state, "C": self.d_state}
+
     @property
     def step_name(self) -> str:
         """The paper's symbol for the step sizes, which names their projection and bias."""
@@ -64,15 +68,15 @@ class SSMBlockConfig(MixerConfig):
         raise NotImplementedError
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
-        inner, rank = self.expand * d_model, self.step_rank(d_model)
-        step = self.step_name
+        inner, shared, step = self.expand * d_model, self.shared_widths(d_model), self.step_name
+        rank = shared.get("step")
         return (
             column("in_proj", d_model, {"x": inner, "z": inner}),
             split("conv_weight", inner, self.d_conv, init=linear(self.d_conv), decay=True),
             split("conv_bias", inner, init=linear(self.d_conv)),
             # the step sizes' low-rank projection, and the vectors B and C, which all channels of a token share
-            row("x_proj", inner, rank + 2 * self.d_state, init=linear(inner)),
-            low_rank_column(f"{step}_proj", rank, inner, init=linear(rank)),
+            *((row("x_proj", inner, sum(shared.values()), init=linear(inner)),) if shared else ()),
+            *((low_rank_column(f"{step}_proj", rank, inner, init=linear(rank)),) if rank is not None else ()),
             *((split(f"{step}_bias", inner, init=self.step_bias_init),) if self.has_step_bias else ()),
             *((split("D", inner, init=Constant(1.0)),) if self.skip else ()),
             output("out_proj", inner, d_model),
@@ -87,7 +91,7 @@ class SSMBlockConfig(MixerConfig):
 
     def skeleton_costs(self, d_model: int, flops: int) -> MixerCosts:
         """Costs of the block, to which subclasses add those of their recurrence. flops: of the scan, per element of the state."""
-        inner, code = self.expand * d_model, self.step_rank(d_model) + 2 * self.d_state
+        inner, code = self.expand * d_model, sum(self.shared_widths(d_model).values())
         conv, scan = self.state(d_model)
         return MixerCosts(
             saved=(
@@ -107,7 +111,7 @@ class SSMBlockConfig(MixerConfig):
                 RecurrenceCosts("scan", (scan,), chunk=1, scan_elements=inner * self.d_state, transition=((inner, self.d_state),)),
             ),
             # every rank's channels read all of x_proj's output
-            all_reduces=(AllReduce("step code, B and C", code, "compute", "backward"),),
+            all_reduces=(AllReduce("step code, B and C", code, "compute", "backward"),) if code else (),
             vector_flops=flops * inner * self.d_state,
         )
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.data_pipeline.config import InductionConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.lane_order import Cursor
@@ -16,6 +15,7 @@ from baton.data_pipeline.run_source import BatchStream
 from baton.data_pipeline.steps import PhaseSpec, StepPlan
 from baton.data_pipeline.synthetic import Examples
 from baton.data_pipeline.synthetic_stream import ExampleCursor, SyntheticStream
+from baton.data_pipeline.task_config import InductionConfig
 
 LANES, SEED = 8, 4
 TASK = InductionConfig(length=12, vocab_size=9)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from baton.data_pipeline.config import InductionConfig, MqarConfig, SelectiveCopyConfig
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.synthetic import Examples, below, different, others, shuffled
 from baton.data_pipeline.synthetic_stream import ExampleCursor, SyntheticStream, synthetic_evaluation_set, synthetic_fingerprint
+from baton.data_pipeline.task_config import FuzzyRecallConfig, InductionConfig, MqarConfig, NoisyRecallConfig, SelectiveCopyConfig
 
 SEEDS = st.integers(0, 2**70)
 
@@ -42,7 +42,29 @@ def selective_copy(draw):
     return SelectiveCopyConfig(data_tokens=count, length=length, vocab_size=vocab_size)
 
 
-TASKS = st.one_of(mqar(), INDUCTION, selective_copy())
+@st.composite
+def noisy_recall(draw):
+    noise_vocab_size = draw(st.integers(1, 20))
+    return NoisyRecallConfig(
+        length=2 * draw(st.integers(2, 40)),
+        noise_vocab_size=noise_vocab_size,
+        vocab_size=max(4, noise_vocab_size + draw(st.integers(2, 30))),
+        noise=draw(st.sampled_from([0.0, 0.2, 0.9])),
+    )
+
+
+@st.composite
+def fuzzy_recall(draw):
+    key_tokens, value_tokens = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    return FuzzyRecallConfig(
+        key_tokens=key_tokens,
+        value_tokens=value_tokens,
+        length=2 * (key_tokens + value_tokens) + draw(st.integers(0, 80)),
+        vocab_size=max(4, 1 + 2 * max(key_tokens, value_tokens) + draw(st.integers(0, 9))),
+    )
+
+
+TASKS = st.one_of(mqar(), INDUCTION, selective_copy(), noisy_recall(), fuzzy_recall())
 
 
 def read(config, seed=0, lane=0, first=0, count=3):
@@ -74,6 +96,57 @@ def test_recall_has_its_pairs_then_each_key_once_and_its_value_as_the_answer(con
             assert all(token == 0 for t, token in enumerate(tokens) if t >= 2 * config.pairs and t not in asked)
 
 
+@given(noisy_recall(), SEEDS)
+def test_noisy_recall_asks_for_every_key_that_comes_again_and_for_nothing_else(config, seed):
+    clean = config.vocab_size - config.noise_vocab_size
+    for tokens, labels in read(config, seed=seed):
+        known, expected = {}, []
+        for first, second in zip(tokens[::2], tokens[1::2], strict=True):
+            if first >= clean:
+                assert second >= clean
+                expected += [-1, -1]
+                continue
+            assert first < config.keys <= second < clean
+            expected += [known.get(first, -1), -1]
+            assert known.setdefault(first, second) == second, "one value each"
+        assert labels == expected
+        assert labels[-2] != -1, "the last place asks"
+
+
+@given(fuzzy_recall(), SEEDS)
+def test_fuzzy_recall_asks_for_all_tokens_of_the_values_of_keys_that_come_again(config, seed):
+    """Read token by token, without the places that the generator knows: keys and values have tokens of their own."""
+    blank, half = config.vocab_size - 1, config.key_vocabulary
+    for tokens, labels in read(config, seed=seed):
+        begin = next(t for t, token in enumerate(tokens) if token != blank)
+        assert blank not in tokens[begin:]
+        assert begin <= 2 * (config.key_tokens + config.value_tokens) - 3, "there is room for no further pair"
+        runs = [(is_key, list(run)) for is_key, run in itertools.groupby(tokens[begin:], lambda token: token < half)]
+        assert [is_key for is_key, _ in runs] == [True, False] * (len(runs) // 2)
+        known, expected = {}, [-1] * begin
+        for (_, key), (_, value) in zip(runs[::2], runs[1::2], strict=True):
+            assert len(set(key)) == len(key) <= config.key_tokens
+            assert len(set(value)) == len(value) <= config.value_tokens
+            expected += [-1] * (len(key) - 1) + (value if tuple(key) in known else [-1] * len(value)) + [-1]
+            assert known.setdefault(tuple(key), value) == value, "one value each"
+        assert labels == expected
+        assert labels[-2] != -1, "the last key asks"
+
+
+def test_motifs_noise_and_the_last_key_are_as_likely_as_they_say():
+    tokens, _ = Examples(NoisyRecallConfig(noise=0.3)).take([(("train", 3, 0), 0, 4000)])
+    assert abs((tokens[:, :-2:2] >= 16).mean() - 0.3 * 62 / 63) < 0.005  # one of 63 places is never noise
+    config = FuzzyRecallConfig()
+    tokens, _ = Examples(config).take([(("train", 3, 0), 0, 4000)])
+    lengths, choices = Counter(), Counter()
+    for row in tokens.tolist():
+        first = next(list(run) for is_key, run in itertools.groupby(row[row.count(15) :], lambda token: token < 7) if is_key)
+        lengths[len(first)] += 1
+        choices[tuple(first)] += len(first) == 1
+    assert all(abs(lengths[n] - 4000 / 3) < 130 for n in (1, 2, 3)), lengths
+    assert all(abs(choices[(token,)] - 4000 / 21) < 60 for token in range(7)), choices
+
+
 @given(INDUCTION, SEEDS)
 def test_induction_shows_the_special_token_twice_and_asks_for_what_came_after_it(config, seed):
     for tokens, labels in read(config, seed=seed):
@@ -98,6 +171,10 @@ def test_the_defaults_are_the_benchmarks():
     assert (config.length, config.vocab_size) == (256, 16)
     config = SelectiveCopyConfig()
     assert (config.length, config.data_tokens, config.vocab_size) == (4096, 16, 16)
+    config = NoisyRecallConfig()
+    assert (config.length, config.vocab_size, config.noise_vocab_size, config.noise) == (128, 32, 16, 0.2)
+    config = FuzzyRecallConfig()
+    assert (config.length, config.vocab_size, config.key_tokens, config.value_tokens) == (128, 16, 3, 3)
 
 
 def places_asked(config, examples=20_000):
@@ -156,6 +233,10 @@ def test_examples_are_fixed_for_ever():
     assert induction == ([15, 10, 2, 2, 12, 3, 12, 3, 13, 15], [-1] * 9 + [10])
     (copying,) = read(SelectiveCopyConfig(length=12, data_tokens=3), 1234, 2, 5, 1)
     assert copying == ([0, 7, 2, 0, 0, 0, 5, 0, 0, 15, 15, 15], [-1] * 9 + [7, 2, 5])
+    (noisy,) = read(NoisyRecallConfig(length=14, vocab_size=10, noise_vocab_size=4, noise=0.3), 1234, 2, 5, 1)
+    assert noisy == ([1, 5, 0, 4, 1, 5, 0, 4, 0, 4, 1, 5, 1, 5], [-1, -1, -1, -1, 5, -1, 4, -1, 4, -1, 5, -1, 5, -1])
+    (fuzzy,) = read(FuzzyRecallConfig(length=20, vocab_size=8, key_tokens=2, value_tokens=2), 1234, 2, 5, 1)
+    assert fuzzy == ([1, 0, 4, 6, 0, 1, 4, 0, 3, 6, 1, 2, 4, 3, 2, 3, 1, 2, 4, 3], [-1] * 17 + [4, 3, -1])
 
 
 def as_bytes(arrays):
@@ -283,7 +364,8 @@ def test_cases_change_what_is_measured_and_nothing_else():
     config = MqarConfig(length=64, pairs=4, cases=({}, {"length": 512, "pairs": 32}, {"pairs": 8}))
     found = config.evaluated()
     assert list(found) == ["length-64-pairs-4", "length-512-pairs-32", "length-64-pairs-8"]
-    assert [(c.length, c.pairs, c.vocab_size) for c in found.values()] == [(64, 4, 8192), (512, 32, 8192), (64, 8, 8192)]
+    assert [(c.length, c.pairs, c.vocab_size) for c, _ in found.values()] == [(64, 4, 8192), (512, 32, 8192), (64, 8, 8192)]
+    assert [n for _, n in MqarConfig(cases=({}, {"length": 512, "examples": 9})).evaluated().values()] == [None, 9]
     assert list(MqarConfig().evaluated()) == ["length-256-pairs-16"]
     assert list(InductionConfig(cases=({"length": 1024},)).evaluated()) == ["length-1024"]
     assert list(SelectiveCopyConfig().evaluated()) == ["length-4096-data-tokens-16"]
@@ -296,6 +378,7 @@ def test_the_fingerprint_is_of_all_that_decides_the_examples():
     same = {of(MqarConfig()), of(MqarConfig(prefetch=7)), of(MqarConfig(cases=({"length": 512},)))}
     assert len(same) == 1
     others = [MqarConfig(**c) for c in ({"length": 512}, {"pairs": 8}, {"vocab_size": 512}, {"power": 0.1}, {"filler": "zero"})]
+    others += [NoisyRecallConfig(), NoisyRecallConfig(noise=0.1), FuzzyRecallConfig(), FuzzyRecallConfig(key_tokens=2)]
     others = [of(config) for config in (*others, InductionConfig(), SelectiveCopyConfig())]
     others += [of(MqarConfig(), seed=1), of(MqarConfig(), lanes=8)]
     assert len(same.union(others)) == 1 + len(others)
@@ -313,6 +396,11 @@ def test_the_fingerprint_is_of_all_that_decides_the_examples():
         (lambda: InductionConfig(cases=({"pairs": 16},)), "Extra inputs"),
         (lambda: MqarConfig(power=0), "greater than 0"),
         (lambda: MqarConfig(filler="keys"), "'random' or 'zero'"),
+        (lambda: NoisyRecallConfig(length=127), "length=127 is odd, and places have two tokens; set 128"),
+        (lambda: NoisyRecallConfig(noise_vocab_size=31), "noise_vocab_size=31 leaves no key and value of vocab_size=32"),
+        (lambda: FuzzyRecallConfig(length=11), "length=11 is too short: these settings need 12"),
+        (lambda: FuzzyRecallConfig(key_tokens=8), "vocab_size=16 has 7 for each; raise vocab_size"),
+        (lambda: MqarConfig(cases=({"examples": 0},)), "greater than or equal to 1"),
     ],
 )
 def test_tasks_that_cannot_be_are_refused(make, message):

@@ -138,7 +138,7 @@ def test_training_on_gpus_equals_training_on_the_cpu(pool, gpu_pool, layout):
     assert seen == parameters.keys()
 
 
-EXTRA = ("groups", "qwen", "bare", "t2r", "falcon", "added", "full_attention")
+EXTRA = ("groups", "qwen", "bare", "ablated", "static", "t2r", "falcon", "added", "full_attention")
 
 
 @pytest.mark.parametrize("mixer", [*(kind for kind in kinds() if kind != "mamba"), *EXTRA])

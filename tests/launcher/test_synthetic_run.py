@@ -276,8 +276,8 @@ def scores_of_ranks(mesh):
     """`score` on this rank's share of an evaluation set, and the same by plain PyTorch on the whole set."""
     from support.models import training
 
-    from baton.data_pipeline.config import MqarConfig
     from baton.data_pipeline.synthetic_stream import synthetic_evaluation_set
+    from baton.data_pipeline.task_config import MqarConfig
     from baton.models.config import ModelConfig
     from baton.parallel.param_layout import gather_parameters
     from baton.training.build import build

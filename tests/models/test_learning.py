@@ -6,9 +6,9 @@ as soon as accuracy on held-out examples is 99 %; the steps allowed are about tw
 
 import pytest
 
-from baton.data_pipeline.config import InductionConfig, MqarConfig
 from baton.data_pipeline.steps import StepPlan
 from baton.data_pipeline.synthetic_stream import SyntheticStream, synthetic_evaluation_set
+from baton.data_pipeline.task_config import InductionConfig, MqarConfig
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.training.build import build

@@ -83,6 +83,29 @@ def test_retnet_is_its_formula():
     assert relative_error(mixer(x, pos, None)[0], gated.flatten(2) @ mixer.out_proj.weight.T) <= 1e-6
 
 
+@pytest.mark.parametrize("normalization", ["sum", "rms"])
+@torch.no_grad()
+def test_linear_attention_is_causal_attention_with_the_kernel_of_its_feature_map(normalization):
+    """As a matrix of weights between all tokens, which are divided by their sum; between two documents they are 0."""
+    mixer = _built("linear_attention", heads=3, d_key=6, d_value=5, normalization=normalization)
+    x, pos = _tokens()
+    pos = torch.cat((pos[:, :17], pos[:, :12]), dim=1)
+    p = _parts(mixer, x, q=(3, 6), k=(3, 6), v=(3, 5))
+    q, k = (torch.where(t > 0, t + 1, t.exp()) for t in (p["q"], p["k"]))
+    weights = torch.einsum("bthk,bshk->bhts", q, k).tril()
+    weights[:, :, 17:, :17] = 0
+    if normalization == "sum":
+        weights = weights / weights.sum(-1, keepdim=True)
+    o = torch.einsum("bhts,bshv->bthv", weights, p["v"])
+    o = o if normalization == "sum" else _rms(o, mixer.norm.weight)
+    assert relative_error(mixer(x, pos, None)[0], o.flatten(2) @ mixer.out_proj.weight.T) <= 2e-6
+
+
+def test_a_sum_of_weights_that_may_be_zero_is_refused():
+    with pytest.raises(ValidationError, match="set feature_map to elu or relu, or normalization: rms"):
+        kinds()["linear_attention"](feature_map="identity")
+
+
 @pytest.mark.parametrize("bound", [0.0, 0.3])
 @torch.no_grad()
 def test_hgrn2_is_its_formula(bound):
@@ -198,14 +221,17 @@ def test_mamba2_is_transformers_with_the_same_weights(groups):
         (2, {}),
         (2, {"feature_map": "identity", "value_activation": None, "output_activation": None}),
         (4, {"feature_map": "relu", "value_activation": None}),
+        (2, {"gate": "data_independent"}),
     ],
 )
 def test_gsa_is_its_formula(kv_heads, settings):
     """silu, then the norm, then the projection; no gate on the output, no scale on the scores. Or other activations, or none."""
     mixer = _built("gsa", head_dim=6, heads=4, kv_heads=kv_heads, slots=5, **settings)
     x, pos = _tokens()
-    p = _parts(mixer, x, q=(4, 6), k=(kv_heads, 6), v=(kv_heads, 6), alpha=(kv_heads, 5))
-    alpha = torch.sigmoid(p["alpha"].double()).pow(1 / 8)
+    fixed = "gate" in settings
+    p = _parts(mixer, x, q=(4, 6), k=(kv_heads, 6), v=(kv_heads, 6), **({} if fixed else {"alpha": (kv_heads, 5)}))
+    logits = mixer.decay_bias.reshape(kv_heads, 5).expand(B, T, -1, -1) if fixed else p["alpha"]
+    alpha = torch.sigmoid(logits.double()).pow(1 / 8)
     mapped = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}[settings.get("feature_map", "silu")]
     value, output = (F.silu if settings.get(f"{what}_activation", "silu") else lambda x: x for what in ("value", "output"))
     q, k, v = mapped(p["q"]), mapped(p["k"]), value(p["v"])
@@ -215,6 +241,24 @@ def test_gsa_is_its_formula(kv_heads, settings):
     assert relative_error(y, _rms(output(o).flatten(2), mixer.norm.weight) @ mixer.out_proj.weight.T) <= 1e-6
     assert relative_error(state["k"], slots_k) <= 1e-6
     assert relative_error(state["v"], slots_v) <= 1e-6
+
+
+@torch.no_grad()
+def test_gsas_slots_without_a_gate_are_weighted_means():
+    """As flash-linear-attention's code of ABC that follows the paper; in two documents, and in two pieces with a State between."""
+    mixer = _built("gsa", head_dim=6, heads=4, kv_heads=4, slots=5, gate="abc")
+    x, pos = _tokens()
+    p = _parts(mixer, x, q=(4, 6), k=(4, 6), v=(4, 6), alpha=(4, 5))
+    by_head = [(F.silu(t) if name != "alpha" else t).transpose(1, 2) for name, t in p.items()]
+    by_head[0] = by_head[0] * 6**0.5  # theirs divides scores by it
+    pieces = (slice(0, 17), slice(17, T))
+    o = torch.cat([naive("abc").naive_cumsum_abc(*(t[:, :, piece] for t in by_head))[0] for piece in pieces], dim=2)
+    y = _rms(F.silu(o.transpose(1, 2).flatten(2)), mixer.norm.weight) @ mixer.out_proj.weight.T
+    pos = torch.cat((pos[:, :17], pos[:, : T - 17]), dim=1)
+    assert relative_error(mixer(x, pos, None)[0], y) <= 1e-5
+    first, state = mixer(x[:, :20], pos[:, :20], None)
+    second, _ = mixer(x[:, 20:], pos[:, 20:], state)
+    assert relative_error(torch.cat((first, second), dim=1), y) <= 1e-5
 
 
 @pytest.mark.parametrize("selective", [False, True])

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from support.compare import relative_error
 from support.recurrences import seeded
 
@@ -22,6 +23,10 @@ SIZES = {"expand": 3, "d_state": N, "d_conv": 4, "dt_rank": R}
 SETTINGS = {
     "mamba": MambaConfig(**SIZES),
     "mamba, algorithm 2 as printed": MambaConfig(**SIZES, skip=False, discretization="zoh"),
+    "mamba, static step sizes": MambaConfig(**SIZES, selective=("C", "B"), A_init="half"),
+    "mamba, static B": MambaConfig(**SIZES, selective=("dt", "C"), A_init="random"),
+    "mamba, static C": MambaConfig(**SIZES, selective=("B",), skip=False),
+    "mamba, time-invariant": MambaConfig(**SIZES, selective=(), discretization="zoh"),
     "longhorn": LonghornConfig(**SIZES),
     "longhorn without skip": LonghornConfig(**SIZES, skip=False),
     "longhorn, algorithm 1 as printed": LonghornConfig(**SIZES, skip=False, beta_bias=False),
@@ -46,17 +51,26 @@ def by_hand(p, x, window, S):
         window = torch.cat((window, inner[:, None]), dim=1)[:, -4:]
         u = torch.einsum("bwd,dw->bd", window, p["conv_weight"]) + p["conv_bias"]
         u = u / (1 + torch.exp(-u))
-        code, first, second = (u @ p["x_proj.weight"].T).split([R, N, N], dim=-1)
-        step = code @ p["beta_proj.weight" if longhorn else "dt_proj.weight"].T + p.get("beta_bias" if longhorn else "dt_bias", 0.0)
+        # rows of x_proj: those of a code, of B (or k) and of C (or q), as far as there are; what has none is a parameter
+        step_proj, rows = p.get("beta_proj.weight" if longhorn else "dt_proj.weight"), p.get("x_proj.weight")
+        step, used = p.get("beta_bias" if longhorn else "dt_bias", 0.0) + torch.zeros_like(u), 0
+        if step_proj is not None:
+            step, used = step + (u @ rows[:R].T) @ step_proj.T, R
+        if "B" in p:
+            first = p["B"]
+        else:
+            first, used = (u @ rows[used : used + N].T)[:, None], used + N
+        second = p["C"] if "C" in p else (u @ rows[used:].T)[:, None]
         if longhorn:
+            first = first.squeeze(1)
             beta = 1 / (1 + torch.exp(-step))
             eps = beta / (1 + beta * (first * first).sum(-1, keepdim=True))
             S = (1 - eps[:, :, None] * first[:, None] ** 2) * S + (eps * u)[:, :, None] * first[:, None]
         else:
             delta, A = torch.log1p(torch.exp(step))[:, :, None], -torch.exp(p["A_log"])
             size = (torch.exp(delta * A) - 1) / A if p["zoh"] else delta
-            S = torch.exp(delta * A) * S + size * first[:, None] * u[:, :, None]
-        y = (S * second[:, None]).sum(-1) + p.get("D", 0.0) * u
+            S = torch.exp(delta * A) * S + size * first * u[:, :, None]
+        y = (S * second).sum(-1) + p.get("D", 0.0) * u
         outputs.append((y * z / (1 + torch.exp(-z))) @ p["out_proj.weight"].T)
     return torch.stack(outputs, dim=1), window[:, -3:], S
 
@@ -85,14 +99,42 @@ def test_a_block_is_a_plain_loop_over_its_algorithm(single_mesh, settings):
 def test_what_is_left_out_has_no_parameter(single_mesh):
     names = {key: {name for name, _ in mixer(settings).named_parameters()} for key, settings in SETTINGS.items()}
     assert names["mamba"] - names["mamba, algorithm 2 as printed"] == {"D"}
+    assert names["mamba"] ^ names["mamba, static step sizes"] == {"dt_proj.weight"}
+    assert names["mamba"] ^ names["mamba, static C"] == {"dt_proj.weight", "C", "D"}
+    assert names["mamba"] ^ names["mamba, time-invariant"] == {"x_proj.weight", "dt_proj.weight", "B", "C"}
     assert names["longhorn"] - names["longhorn without skip"] == {"D"}
     assert names["longhorn"] - names["longhorn, algorithm 1 as printed"] == {"D", "beta_bias"}
 
 
-def steps_of(**settings):
+def initial(**settings):
     layer = build_mixer(MambaConfig(**settings), MixerContext(1024, 3, 1e-5, megatron_config(1), torch.float32))
     initialize_parameters(layer, seed=1, tensor_rank=0, tensor_size=1)
-    return F.softplus(layer.dt_bias.detach().double())
+    return layer
+
+
+def steps_of(**settings):
+    return F.softplus(initial(**settings).dt_bias.detach().double())
+
+
+def test_initial_values_of_A_are_those_of_the_papers_table_8(single_mesh):
+    A = {kind: -torch.exp(initial(A_init=kind).A_log.detach().double()) for kind in ("s4d_real", "half", "random")}
+    assert torch.allclose(A["s4d_real"], -torch.arange(1, 17, dtype=torch.float64).expand(2048, 16), rtol=1e-6)
+    assert torch.allclose(A["half"], torch.full((2048, 16), -0.5, dtype=torch.float64), rtol=1e-6)
+    drawn = torch.log(-A["random"])
+    for quantile in (0.1, 0.5, 0.9):
+        assert abs((drawn < math.sqrt(2) * torch.erfinv(torch.tensor(2 * quantile - 1))).double().mean() - quantile) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"selective": ["dt", "dt"]}, "names a part twice"),
+        ({"selective": ["B"], "projection_norm_eps": 1e-6}, "projection_norm_eps"),
+    ],
+)
+def test_parts_that_contradict_each_other_are_refused(settings, said):
+    with pytest.raises(ValidationError, match=said):
+        MambaConfig(**settings)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e-3, 1e-1), (0.02, 0.05)])

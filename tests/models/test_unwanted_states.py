@@ -31,9 +31,17 @@ B, T, M = 2, 21, SMALL_WIDTH
 POS = torch.tensor([[5 + t for t in range(T)], [0, 1, 0, *range(T - 3)]], dtype=torch.int32)
 
 
-@pytest.fixture(scope="module", params=kinds())
+CASES = {kind: (kind, {}) for kind in kinds()} | {
+    "mamba, time-invariant": ("mamba", {"selective": ()}),
+    "gsa, abc": ("gsa", {"gate": "abc"}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
 def mixer(request, single_mesh):
-    mixer = build_mixer(kinds()[request.param].small(), MixerContext(M, 3, 1e-5, megatron_config(1), torch.float32))
+    kind, changes = CASES[request.param]
+    settings = kinds()[kind].small().model_copy(update=changes)
+    mixer = build_mixer(settings, MixerContext(M, 3, 1e-5, megatron_config(1), torch.float32))
     initialize_parameters(mixer, seed=1, tensor_rank=0, tensor_size=1)
     return mixer
 

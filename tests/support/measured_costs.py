@@ -27,6 +27,9 @@ VARIANTS = {
     "attention, sinks": ("attention", {"sinks": True, "window": None}),
     "attention, both, without positions": ("attention", {"qkv_bias": True, "qk_norm": True, "rope_theta": None}),
     "mamba, no skip": ("mamba", {"skip": False}),
+    "mamba, static steps": ("mamba", {"selective": ("B", "C")}),
+    "mamba, static B": ("mamba", {"selective": ("dt", "C")}),
+    "mamba, time-invariant": ("mamba", {"selective": (), "skip": False}),
     "mamba, normalised projections": ("mamba", {"projection_norm_eps": 1e-6}),
     "longhorn, as printed": ("longhorn", {"skip": False, "beta_bias": False}),
     "bmojo, sliding": ("bmojo", {"fading": "sliding"}),
@@ -36,6 +39,9 @@ VARIANTS = {
     "gated_delta_net, grouped values": ("gated_delta_net", {"heads": 2, "v_heads": 4}),
     "kda, bias, grouped values": ("kda", {"gate_bias": True, "heads": 2, "v_heads": 4}),
     "gsa, converted": ("gsa", {"feature_map": "identity", "value_activation": None, "output_activation": None}),
+    "gsa, fixed gates": ("gsa", {"gate": "data_independent"}),
+    "gsa, abc": ("gsa", {"gate": "abc"}),
+    "linear_attention, rms": ("linear_attention", {"normalization": "rms", "feature_map": "identity"}),
     "gsa, relu": ("gsa", {"feature_map": "relu"}),
     "gla, identity": ("gla", {"feature_map": "identity"}),
     "retnet, relu": ("retnet", {"feature_map": "relu"}),
@@ -43,7 +49,10 @@ VARIANTS = {
     "retnet, no gate": ("retnet", {"output_gate": False}),
     "hgrn2 without a bound": ("hgrn2", {"lower_bound": 0.0}),
     "lattice, spans": ("lattice", {"variant": "enc", "initial_slots": "learned", "unit_queries": True}),
-    "lattice, everything": ("lattice", {"forget": True, "sparsity": 0.01, "unit_keys": False, "output_norm": False}),
+    "lattice, everything": (
+        "lattice",
+        {"forget": True, "sparsity": 0.01, "unit_keys": False, "output_norm": False, "conv_bias": True},
+    ),
     "lattice without projection": ("lattice", {"project": False, "forget": True, "initial_slots": "learned"}),
 }
 RECOMPUTED = ("mamba", "gla", "bmojo")

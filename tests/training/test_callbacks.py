@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from support.models import MODEL, training
 
-from baton.data_pipeline.config import MqarConfig
+from baton.data_pipeline.task_config import MqarConfig
 from baton.models.config import ModelConfig
 from baton.training import loop
 from baton.training.callbacks import callback as callbacks

@@ -7,10 +7,10 @@ from support.compare import relative_error
 from support.long_form import some
 from support.models import MODEL, micro_batches, model_of, step_batch, training
 
-from baton.data_pipeline.config import MqarConfig
 from baton.data_pipeline.packing import IGNORE_INDEX, Batch
 from baton.data_pipeline.run_source import open_source
 from baton.data_pipeline.steps import PhaseSpec, StepPlan
+from baton.data_pipeline.task_config import MqarConfig
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel.errors import LayoutError

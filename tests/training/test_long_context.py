@@ -129,8 +129,8 @@ def task_evaluations(mesh, segment):
     """What a run that cuts its sequences into segments of so many tokens records of two cases, one of them no multiple of that."""
     from support.models import training
 
-    from baton.data_pipeline.config import MqarConfig
     from baton.data_pipeline.run_source import TaskSource
+    from baton.data_pipeline.task_config import MqarConfig
     from baton.training.build import build
     from baton.training.callbacks.task_evaluation import TaskEvaluationCallback
     from baton.training.run import RunProgress, RunSettings

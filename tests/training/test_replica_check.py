@@ -9,7 +9,7 @@ import torch
 from support.models import MODEL, micro_batches, model_of, training
 from support.runs import published
 
-from baton.data_pipeline.config import MqarConfig
+from baton.data_pipeline.task_config import MqarConfig
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.parallel.param_layout import layout_of

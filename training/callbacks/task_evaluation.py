@@ -42,10 +42,11 @@ class TaskEvaluationCallback(Callback):
         """Of each case: number of labels, number of segments, batches."""
         mesh, training = self._train_state.mesh, self._training
         made = {}
-        for name, case in self._cases.items():
+        for name, (case, examples) in self._cases.items():
             chosen = synthetic_evaluation_set(
                 case,
                 tokens=training.evaluation_tokens,
+                examples=examples,
                 sequence_length=training.sequence_length,
                 micro_batch_size=training.micro_batch_size,
                 data_rank=mesh.data_rank,

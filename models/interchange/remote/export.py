@@ -12,7 +12,10 @@ from baton.models.interchange.mapping import InterchangeError, TensorMap, one
 from baton.models.settings import kinds
 
 ARCHITECTURE = "BatonForCausalLM"
-FILES = ("configuration_baton.py", "mixers_baton.py", "modeling_baton.py", "recurrences_baton.py")
+FILES = (
+    "configuration_baton.py", "layers_baton.py", "mixers_baton.py", "modeling_baton.py", "recurrences_baton.py",
+    "state_spaces_baton.py",
+)  # fmt: skip
 AUTO = {"AutoConfig": "configuration_baton.BatonConfig", "AutoModelForCausalLM": f"modeling_baton.{ARCHITECTURE}"}
 MATRICES = ("column", "low_rank_column", "row", "output", "replicated")
 """Layers whose weights are cast to the compute dtype; every other parameter of a mixer is used in float32."""

@@ -7,7 +7,7 @@ the State behind the last token. Matrix products are in x's dtype, everything be
 Shapes: B batch, T tokens, H heads, K width of a head's keys, V of its values.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,126 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.common.attention_sinks import attention_with_sinks
+from baton.models.interchange.remote.layers_baton import (
+    FEATURE_MAPS,
+    Parameters,
+    Result,
+    Settings,
+    State,
+    convolution,
+    heads,
+    linear,
+    precise,
+    rms_norm,
+    rotary,
+    unit,
+)
+from baton.models.interchange.remote.layers_baton import part_of as _of
 from baton.models.interchange.remote.recurrences_baton import run
-from baton.models.rope import scaled_rope
-
-Parameters = Mapping[str, Tensor]
-Settings = Mapping[str, Any]
-State = dict[str, Tensor]
-Result = tuple[Tensor, State]
-
-FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x,
-    "silu": F.silu,
-    "relu": F.relu,
-    "elu": lambda x: F.elu(x) + 1,
-}
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))
-
-
-def precise(x: Tensor) -> Tensor:
-    """In float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Over the last dimension, in float32."""
-    x = precise(x)
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return y if weight is None else y * weight
-
-
-def unit(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(|x|^2 + eps), in float32."""
-    x = precise(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-
-
-def heads(x: Tensor, width: int) -> Tensor:
-    return x.unflatten(-1, (-1, width))
-
-
-def rotary(x: Tensor, pos: Tensor, theta: float, channels: int, scaling: Settings | None = None) -> Tensor:
-    """Turns the pairs (i, i + channels / 2) of x [B, T, H, K] by angles that grow with the position, float64 until their sine."""
-    rates, magnitude = scaled_rope(theta, channels, scaling)
-    angles = (pos.to(torch.float64)[..., None] * torch.tensor(rates, dtype=torch.float64, device=x.device))[:, :, None]
-    first, second, rest = precise(x).split((len(rates), len(rates), x.shape[-1] - channels), dim=-1)
-    cos, sin = ((magnitude * a).to(first.dtype) for a in (angles.cos(), angles.sin()))
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
-
-
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, pos: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Short causal convolution of x [B, T, C] in documents, weight [C, taps], in float32, and the inputs the next token needs."""
-    taps, length = weight.shape[1], x.shape[1]
-    before = x.new_zeros(x.shape[0], taps - 1, x.shape[2]) if tail is None else tail
-    inputs = torch.cat((before, x), dim=1)
-    y = precise(x.new_zeros(())) if bias is None else bias
-    for back in range(taps):
-        first = taps - 1 - back
-        reached = (pos >= back)[..., None]
-        y = y + weight[:, first] * torch.where(reached, precise(inputs[:, first : first + length]), 0.0)
-    return y, inputs[:, length:]
-
-
-def _of(state: State | None, name: str) -> Tensor | None:
-    return None if state is None else state[name]
-
-
-# ------------------------------------------------------------------------------------------------------------- state space models
-
-
-def mamba(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    inner, z, tail, low_rank, B, C = _ssm_inputs(p, c, x, pos, state)
-    if c["projection_norm_eps"] is not None:
-        low_rank, B, C = (rms_norm(part, None, c["projection_norm_eps"]).to(x.dtype) for part in (low_rank, B, C))
-    dt = F.softplus(precise(linear(low_rank, p["dt_proj.weight"])) + p["dt_bias"])
-    inputs = precise(inner), dt, -torch.exp(p["A_log"]), precise(B), precise(C), _skip(p, dt)
-    y, h = run("selective_scan", *inputs, pos=pos, initial_state=_of(state, "h"), discretization=c["discretization"])
-    return linear((y * F.silu(precise(z))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "h": h}
-
-
-def longhorn(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    inner, z, tail, low_rank, k, q = _ssm_inputs(p, c, x, pos, state)
-    logits = precise(linear(low_rank, p["beta_proj.weight"]))
-    beta = torch.sigmoid(logits + p["beta_bias"] if "beta_bias" in p else logits)
-    inputs = precise(inner), precise(k), precise(q), beta, _skip(p, beta)
-    y, S = run("longhorn", *inputs, pos=pos, initial_state=_of(state, "S"))
-    return linear((y * F.silu(precise(z))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "S": S}
-
-
-def _ssm_inputs(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, ...]:
-    """What Mamba and Longhorn share: the convolved channels, the gate, the convolution's tail, and what all channels share."""
-    inner, z = linear(x, p["in_proj.x.weight"]), linear(x, p["in_proj.z.weight"])
-    inner, tail = convolution(inner, p["conv_weight"], p["conv_bias"], pos, _of(state, "conv"))
-    inner = F.silu(inner).to(x.dtype)
-    shared = linear(inner, p["x_proj.weight"])
-    low_rank, B, C = shared.split([shared.shape[-1] - 2 * c["d_state"], c["d_state"], c["d_state"]], dim=-1)
-    return inner, z, tail, low_rank, B, C
-
-
-def _skip(p: Parameters, like: Tensor) -> Tensor:
-    return p["D"] if "D" in p else like.new_zeros(like.shape[-1])
-
-
-def mamba2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    z, inner, dt = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("z", "x", "dt"))
-    inner, conv_x = convolution(inner, p["conv_weight"], p["conv_bias"], pos, _of(state, "conv_x"))
-    shared = linear(x, p["bc_proj.weight" if c["n_groups"] == 1 else "in_proj.bc.weight"])
-    shared, conv_bc = convolution(shared, p["bc_conv_weight"], p["bc_conv_bias"], pos, _of(state, "conv_bc"))
-    # by group: B and C of the first, B and C of the second
-    B, C = precise(F.silu(shared).to(x.dtype)).unflatten(2, (c["n_groups"], 2, -1)).unbind(3)
-    dt = F.softplus(precise(dt) + p["dt_bias"])
-    inner = heads(precise(F.silu(inner).to(x.dtype)), c["head_dim"])
-    inputs = C, B, inner * dt[..., None], -torch.exp(p["A_log"]) * dt
-    y, S = run("gated_linear_attention", *inputs, gate="scalar", pos=pos, initial_state=_of(state, "S"))
-    y = (y + p["D"][:, None] * inner).flatten(2) * F.silu(precise(z))
-    size = c["norm_group_size"] or y.shape[-1] // c["n_groups"]
-    y = (rms_norm(heads(y, size), None, eps).flatten(2) * p["norm.weight"]).to(x.dtype)
-    return linear(y, p["out_proj.weight"]), {"conv_x": conv_x, "conv_bc": conv_bc, "S": S}
-
+from baton.models.interchange.remote.state_spaces_baton import longhorn, mamba, mamba2
 
 # ---------------------------------------------------------------------------------------------------------------- linear attention
 
@@ -162,6 +59,18 @@ def retnet(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | No
     return _gated_output(p, o, gate, x, eps), {"S": S}
 
 
+def linear_attention(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    q, k, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v"))
+    mapped, summed = FEATURE_MAPS[c["feature_map"]], c["normalization"] == "sum"
+    q, k, v = (heads(precise(a), a.shape[-1] // c["heads"]) for a in (mapped(q), mapped(k), v))
+    v = F.pad(v, (0, 1), value=1.0) if summed else v
+    o, S = run("gated_linear_attention", q, k, v, gate="none", pos=pos, initial_state=_of(state, "S"))
+    if not summed:
+        return _gated_output(p, o, None, x, eps), {"S": S}
+    y = (o[..., :-1] / (o[..., -1:] + 1e-6)).flatten(2)
+    return linear(y.to(x.dtype), p["out_proj.weight"]), {"S": S}
+
+
 def hgrn2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
     q, f, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "f", "v"))
     d_key, bound = c["d_key"], c["lower_bound"]
@@ -182,15 +91,26 @@ def _gated_output(p: Parameters, o: Tensor, gate: Tensor | None, x: Tensor, eps:
 
 
 def gsa(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    q, k, v, alpha = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v", "alpha"))
+    q, k, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v"))
     mapped = FEATURE_MAPS[c["feature_map"]]
     v = v if c["value_activation"] is None else F.silu(v)
-    g = F.logsigmoid(precise(alpha)) / c["gate_logit_normalizer"]
+    sums: State = {}
+    if c["gate"] == "data_independent":
+        logits = p["decay_bias"].expand(*x.shape[:2], -1)
+    else:
+        logits = precise(linear(x, p["in_proj.alpha.weight"]))
+    g = F.logsigmoid(logits) / c["gate_logit_normalizer"]
+    if c["gate"] == "abc":
+        w = heads(torch.exp(logits.clamp(-30, 30)), c["slots"])
+        one = torch.ones_like(w[..., :1])
+        z, sums["z"] = run("gated_linear_attention", one, one, w, gate="none", pos=pos, initial_state=_of(state, "z"))
+        g = torch.log1p(-(w / z).clamp(max=1 - 1e-6)).flatten(2)
     inputs = *(heads(precise(a), c["head_dim"]) for a in (mapped(q), mapped(k), v)), heads(g, c["slots"])
-    o, state = run("gated_slot_attention", *inputs, slot_activation=c["slot_activation"], pos=pos, initial_state=state)
+    before = None if state is None else {name: state[name] for name in ("k", "v")}
+    o, state = run("gated_slot_attention", *inputs, slot_activation=c["slot_activation"], pos=pos, initial_state=before)
     y = o.flatten(2)
     y = rms_norm(y if c["output_activation"] is None else F.silu(y), p["norm.weight"], eps)
-    return linear(y.to(x.dtype), p["out_proj.weight"]), state
+    return linear(y.to(x.dtype), p["out_proj.weight"]), {**state, **sums}
 
 
 def delta_net(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
@@ -219,7 +139,7 @@ def lattice(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | N
     qk, v, gate, step = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("qk", "v", "gate", "step"))
     rows, tail = [], qk
     for name, normalized in (("conv_q", c["unit_queries"]), ("conv_k", c["unit_keys"])):
-        y, tail = convolution(qk, p[name], None, pos, _of(state, "conv"))
+        y, tail = convolution(qk, p[name], p.get(f"{name}_bias"), pos, _of(state, "conv"))
         y = heads((F.silu(y) if c["conv_activation"] == "silu" else y).to(x.dtype), c["slots"])
         rows.append(unit(y, eps) if normalized else precise(y))
     gamma = c["step_max"] * torch.sigmoid(precise(step) + p["step_bias"])
@@ -396,6 +316,7 @@ MIXERS: dict[str, Callable[..., Result]] = {
     "hgrn2": hgrn2,
     "kda": delta_net,
     "lattice": lattice,
+    "linear_attention": linear_attention,
     "longhorn": longhorn,
     "mamba": mamba,
     "mamba2": mamba2,

@@ -10,7 +10,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from baton.models.interchange.remote.configuration_baton import BatonConfig
-from baton.models.interchange.remote.mixers_baton import MIXERS, State, precise, rms_norm
+from baton.models.interchange.remote.layers_baton import State, precise, rms_norm
+from baton.models.interchange.remote.mixers_baton import MIXERS
 
 
 class BatonCache:
@@ -91,8 +92,9 @@ class BatonForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["BatonBlock"]  # noqa: RUF012
     # rounded to bfloat16 these would give another recurrence
     _keep_in_fp32_modules_strict = [  # noqa: RUF012
-        "norm", "A_log", "D", "dt_bias", "beta_bias", "decay_bias", "step_bias", "forget_bias", "S0", "conv_weight", "conv_weights",
-        "conv_bias", "gate_bias", "bc_conv_weight", "bc_conv_bias", "conv_q", "conv_k", "qkv_bias", "q_norm", "k_norm", "sinks",
+        "norm", "A_log", "B", "C", "D", "dt_bias", "beta_bias", "decay_bias", "step_bias", "forget_bias", "S0", "conv_weight",
+        "conv_weights", "conv_bias", "gate_bias", "bc_conv_weight", "bc_conv_bias", "conv_q", "conv_k", "conv_q_bias", "conv_k_bias",
+        "qkv_bias", "q_norm", "k_norm", "sinks",
     ]  # fmt: skip
 
     def __init__(self, config: BatonConfig) -> None:

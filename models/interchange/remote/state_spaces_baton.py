@@ -1,0 +1,87 @@
+"""Mamba, Mamba-2 and Longhorn in plain PyTorch. Arguments and results are described in mixers_baton.
+
+Shapes: B batch, T tokens, D channels, N states of a channel.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.models.interchange.remote.layers_baton import (
+    Parameters,
+    Result,
+    Settings,
+    State,
+    convolution,
+    heads,
+    linear,
+    part_of,
+    precise,
+    rms_norm,
+)
+from baton.models.interchange.remote.recurrences_baton import run
+
+
+def mamba(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    inner, z, tail, parts = _ssm_inputs(p, c, x, pos, state, [part for part in ("dt", "B", "C") if part in c["selective"]])
+    if c["projection_norm_eps"] is not None:
+        parts = {name: rms_norm(part, None, c["projection_norm_eps"]).to(x.dtype) for name, part in parts.items()}
+    steps = precise(linear(parts["dt"], p["dt_proj.weight"])) if "dt" in parts else precise(torch.zeros_like(inner))
+    u, dt, A, h = precise(inner), F.softplus(steps + p["dt_bias"]), -torch.exp(p["A_log"]), part_of(state, "h")
+    said = {"pos": pos, "discretization": c["discretization"]}
+    if "B" in parts and "C" in parts:
+        y, h = run("selective_scan", u, dt, A, precise(parts["B"]), precise(parts["C"]), _skip(p, dt), initial_state=h, **said)
+    else:
+        # each channel has a B or C of its own: every state is a channel of one state
+        B, C = (precise(parts[name])[:, :, None] if name in parts else p[name] for name in ("B", "C"))
+        wide, one = dt[..., None].expand(*dt.shape, len(A[0])).flatten(2), torch.ones_like(dt[..., :1])
+        inputs = (B * u[..., None]).flatten(2), wide, A.reshape(-1, 1), one, one, torch.zeros_like(A).flatten()
+        y, h = run("selective_scan", *inputs, initial_state=None if h is None else h.reshape(len(x), -1, 1), **said)
+        y, h = (heads(y, len(A[0])) * C).sum(-1) + _skip(p, dt) * u, h.reshape(len(x), *A.shape)
+    return linear((y * F.silu(precise(z))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "h": h}
+
+
+def longhorn(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    inner, z, tail, parts = _ssm_inputs(p, c, x, pos, state, ["beta", "k", "q"])
+    logits = precise(linear(parts["beta"], p["beta_proj.weight"]))
+    beta = torch.sigmoid(logits + p["beta_bias"] if "beta_bias" in p else logits)
+    inputs = precise(inner), precise(parts["k"]), precise(parts["q"]), beta, _skip(p, beta)
+    y, S = run("longhorn", *inputs, pos=pos, initial_state=part_of(state, "S"))
+    return linear((y * F.silu(precise(z))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "S": S}
+
+
+def _ssm_inputs(
+    p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, names: list[str]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """What Mamba and Longhorn share: the convolved channels, the gate, the convolution's tail, and what all channels share, of
+    which "dt" and "beta" are low-rank codes, the others as wide as the state."""
+    inner, z = linear(x, p["in_proj.x.weight"]), linear(x, p["in_proj.z.weight"])
+    inner, tail = convolution(inner, p["conv_weight"], p["conv_bias"], pos, part_of(state, "conv"))
+    inner = F.silu(inner).to(x.dtype)
+    if not names:
+        return inner, z, tail, {}
+    shared = linear(inner, p["x_proj.weight"])
+    states = sum(name not in ("dt", "beta") for name in names) * c["d_state"]
+    widths = [shared.shape[-1] - states if name in ("dt", "beta") else c["d_state"] for name in names]
+    return inner, z, tail, dict(zip(names, shared.split(widths, dim=-1), strict=True))
+
+
+def _skip(p: Parameters, like: Tensor) -> Tensor:
+    return p["D"] if "D" in p else like.new_zeros(like.shape[-1])
+
+
+def mamba2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    z, inner, dt = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("z", "x", "dt"))
+    inner, conv_x = convolution(inner, p["conv_weight"], p["conv_bias"], pos, part_of(state, "conv_x"))
+    shared = linear(x, p["bc_proj.weight" if c["n_groups"] == 1 else "in_proj.bc.weight"])
+    shared, conv_bc = convolution(shared, p["bc_conv_weight"], p["bc_conv_bias"], pos, part_of(state, "conv_bc"))
+    # by group: B and C of the first, B and C of the second
+    B, C = precise(F.silu(shared).to(x.dtype)).unflatten(2, (c["n_groups"], 2, -1)).unbind(3)
+    dt = F.softplus(precise(dt) + p["dt_bias"])
+    inner = heads(precise(F.silu(inner).to(x.dtype)), c["head_dim"])
+    inputs = C, B, inner * dt[..., None], -torch.exp(p["A_log"]) * dt
+    y, S = run("gated_linear_attention", *inputs, gate="scalar", pos=pos, initial_state=part_of(state, "S"))
+    y = (y + p["D"][:, None] * inner).flatten(2) * F.silu(precise(z))
+    size = c["norm_group_size"] or y.shape[-1] // c["n_groups"]
+    y = (rms_norm(heads(y, size), None, eps).flatten(2) * p["norm.weight"]).to(x.dtype)
+    return linear(y, p["out_proj.weight"]), {"conv_x": conv_x, "conv_bc": conv_bc, "S": S}
