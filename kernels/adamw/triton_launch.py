@@ -6,7 +6,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-
 _BLOCK = 4096  # elements of a program
 _TABLES = 64  # kept: of each group of parameters, and of gradients that lie elsewhere in the next step
 
