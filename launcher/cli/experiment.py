@@ -12,7 +12,9 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--on", choices=("cpu", "gpu"), help="where to train (default: a GPU if there is one)")
     parser.add_argument("--budget", type=time_span, metavar="TIME", help="begin no run after this time: 90s, 20m or 2h")
     parser.add_argument("--only", metavar="CELL", help="run only the cells that labels name, as bmojo or bmojo/12")
-    parser.add_argument("--processes", type=positive_int, metavar="N", help="that train together (default: one a core or a GPU)")
+    parser.add_argument(
+        "--processes", type=positive_int, metavar="N", help="that train together (default: one a core; on GPUs what has room)"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/reproduced"), help="folder of the page (default docs/reproduced)")
 
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -20,10 +20,17 @@ from baton.launcher.experiments import report
 from baton.launcher.experiments.cells import Device, Trial, chosen, trials
 from baton.launcher.experiments.config import find, shipped
 from baton.launcher.experiments.trainer import read_result, serve
-from baton.launcher.inputs import check_inputs
+from baton.launcher.inputs import check_inputs, with_known_vocabulary
+from baton.launcher.planner import automatic
 from baton.launcher.processes import STOPPED
 from baton.launcher.run_directory import check_run, settled
 from baton.training.monitoring.metrics import format_duration
+
+PROCESS_BYTES = 9 << 30
+"""GPU memory of a process beside what its run is planned to need: context, communicators, the libraries' and graphs' own. Measured
+on an H100: 8.4 GiB for runs of two layers of width 64."""
+SHARING = 8
+"""Processes at most on one GPU, which takes turns with them."""
 
 
 def overview() -> str:
@@ -60,8 +67,8 @@ def conduct(
             check_inputs(trial.config)
         print(f"{name}: {len(wanted)} runs, {len(wanted) - len(left)} finished before", flush=True)
         if left:
-            count = processes or (len(os.sched_getaffinity(0)) if device == "cpu" else (gpu_memory() or (1, 0))[0])
-            status = _Conductor(left, device, min(count, len(left)), budget_s).run()
+            count = min(processes or process_count(left, device), len(left))
+            status = _Conductor(left, device, count, budget_s).run()
         left = [trial for trial in left if read_result(trial) is None]
         if left:
             print(f"left: {len(left)} runs ({', '.join(trial.name for trial in left[:4])}{' ...' if len(left) > 4 else ''})")
@@ -69,6 +76,19 @@ def conduct(
     for line in report.write(name, experiment, made, command, out):
         print(line)
     return status
+
+
+def process_count(runs: Sequence[Trial], device: Device) -> int:
+    """Processes that train at the same time: one a core, or on each GPU as many as its memory and the cores have room for."""
+    cores = len(os.sched_getaffinity(0))
+    if device == "cpu":
+        return cores
+    gpus, memory = gpu_memory() or (1, 0)
+    resolved = (automatic.resolve(with_known_vocabulary(trial.config), automatic.capacity_of(memory), "cuda")[0] for trial in runs)
+    peaks = [automatic.planned_peak(settled(config, device)) for config in resolved]
+    known = [peak for peak in peaks if peak is not None]
+    fit = memory // (max(known) + PROCESS_BYTES) if len(known) == len(peaks) else 1
+    return gpus * max(1, min(fit, cores // gpus, SHARING))
 
 
 def _device(on: Literal["cpu", "gpu"] | None) -> Device:

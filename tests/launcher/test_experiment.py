@@ -14,7 +14,7 @@ from support.runs import DEADLINE_S, published
 
 from baton.launcher.cli import main
 from baton.launcher.errors import ConfigError
-from baton.launcher.experiments import report, statement
+from baton.launcher.experiments import conduct, report, statement
 from baton.launcher.experiments.cells import chosen, trials
 from baton.launcher.experiments.config import ExperimentConfig, find, read_experiment, shipped
 from baton.training.monitoring.metrics import read_metrics
@@ -260,3 +260,13 @@ def test_the_pages_are_made_of_the_results_and_of_shipped_experiments():
 def test_a_file_is_read_strictly():
     with pytest.raises(ConfigError, match="grid"):
         read_experiment(with_changes(grid={}), "here")
+
+
+@pytest.mark.parametrize(("gib", "count"), [(4, 2), (23, 4), (79, 16)])
+def test_small_runs_share_gpus_as_memory_allows(monkeypatch, gib, count):
+    """On two GPUs, each of so many GiB."""
+    monkeypatch.setattr(conduct, "gpu_memory", lambda: (2, gib << 30))
+    monkeypatch.setattr(conduct.os, "sched_getaffinity", lambda pid: set(range(32)))
+    runs = trials("tiny", ExperimentConfig(**TINY), "cuda")
+    assert conduct.process_count(runs, "cuda") == count
+    assert conduct.process_count(runs, "cpu") == 32
