@@ -22,6 +22,7 @@ DOCUMENTS = {
 LAYERS = {
     **{kind: (kind, {}) for kind in kinds()},
     **{f"{kind}, groups": (kind, changes) for kind, changes in OPTIONS["groups"].items()},
+    "attention, options": ("attention", OPTIONS["qwen"]["attention"]),
 }
 
 
