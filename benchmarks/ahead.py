@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed.tensor  # here, because its annotations want the Generator that `no_generators` takes away
 import yaml
 from archive import pack, record_cache_keys
 from torch import Tensor

@@ -14,7 +14,7 @@ kernels.
 
 Peers are used where `fla` and `mamba_ssm` can be imported; without them a row's time is only said.
 
-    python benchmarks/matrix_gpu.py [--only gsa,gla,mamba2,delta_net,gated_delta_net,lattice,osr,bmojo,loop]
+    python benchmarks/matrix_gpu.py [--only gsa,gla,mamba2,delta_net,gated_delta_net,kda,lattice,osr,bmojo,loop]
 """
 
 import argparse
@@ -50,7 +50,7 @@ from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.variant import UpdateRule
 
 Kind = Literal[
-    *("gsa", "gla", "mamba2", "delta_net", "gated_delta_net"),
+    *("gsa", "gla", "mamba2", "delta_net", "gated_delta_net", "kda"),
     *("lattice-dec", "lattice-enc", "lattice-sim", "osr-dec", "osr-enc", "osr-sim"),
 ]
 GATE_TOKENS = 160
@@ -82,6 +82,7 @@ CASES = (
     Case("mamba2", 8, 2048, 64, 128, 64),
     Case("delta_net", 8, 2048, 16, 128, 128),
     Case("gated_delta_net", 8, 2048, 16, 128, 128),
+    *(Case("kda", b, t, 16, 128, 128) for b, t in ((8, 2048), (1, 4096))),
     *(
         Case(kind, b, t, h, 64, 64)
         for h in (16, 32)
@@ -114,6 +115,8 @@ def inputs_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
         found = {"q": q, "k": F.normalize(k, dim=-1), "v": v, "beta": torch.sigmoid(normal(H))}
         if case.kind == "gated_delta_net":
             found["g"] = -F.softplus(normal(H) - 3)
+        elif case.kind == "kda":
+            found["g"] = -F.softplus(normal(H, K) - 3)
         elif case.kind.startswith(("lattice", "osr")):
             S0 = torch.linalg.qr(torch.randn(H, V, K, device="cuda", generator=g))[0].contiguous()
             return {
@@ -251,6 +254,9 @@ def peer_of(case: Case) -> tuple[str, Callable[..., Tensor] | None, bool]:
         if case.kind == "gated_delta_net":
             op = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
             return "fla", lambda q, k, v, g, beta: op(q, k, v, g, beta.to(v.dtype), scale=scale)[0], False
+        if case.kind == "kda":
+            op = importlib.import_module("fla.ops.kda").chunk_kda
+            return "fla", lambda q, k, v, g, beta: op(q, k, v, g, beta.to(v.dtype), scale=scale)[0], True
         if case.kind == "mamba2":
             scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
             decay = -torch.ones(case.heads, device="cuda")

@@ -34,7 +34,7 @@ class DeltaRule(LinearRecurrence):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        rule = "channel_gated_delta_rule" if self.by_channel else "gated_delta_rule" if self.gated else "delta_rule"
+        rule = ("gated_delta_rule" if self.gated else "delta_rule") + ("-by-channel" if self.by_channel else "")
         return rule + (f"-key-heads-{self.key_heads}" if self.key_heads else "")
 
     @property
