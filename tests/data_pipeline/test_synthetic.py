@@ -341,18 +341,18 @@ def test_a_step_that_is_made_in_pieces_is_the_same(monkeypatch):
     assert found[0] == found[1] == found[2]
 
 
-@given(TASKS, st.integers(1, 400), st.integers(1, 3), st.integers(1, 100), st.integers(1, 4))
+@given(TASKS, st.integers(1, 400), st.none() | st.integers(1, 9), st.integers(1, 3), st.integers(1, 100), st.integers(1, 4))
 def test_the_evaluation_set_is_the_same_examples_once_each_on_any_layout(
-    config, tokens, micro_batch_size, sequence_length, data_size
+    config, tokens, examples, micro_batch_size, sequence_length, data_size
 ):
-    sizes = {"tokens": tokens, "sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
+    sizes = {"tokens": tokens, "examples": examples, "sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
     sets = [synthetic_evaluation_set(config, data_rank=rank, data_size=data_size, **sizes) for rank in range(data_size)]
     assert len({(len(s.batches), s.labels) for s in sets}) == 1, "every rank takes part in as many batches"
     batches = [batch for round_ in zip(*(s.batches for s in sets), strict=True) for batch in round_]
     assert len({batch.tokens.shape for batch in batches}) == 1
     assert all(batch.pos.tolist() == [list(range(config.length))] * len(batch.tokens) for batch in batches)
     found, answers = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("tokens", "labels"))
-    count = max(1, tokens // config.length)
+    count = examples or max(1, tokens // config.length)
     expected = Examples(config).take([(("evaluation",), 0, count)])
     np.testing.assert_array_equal(found[:count], expected[0])
     np.testing.assert_array_equal(answers[:count], expected[1])

@@ -19,8 +19,13 @@ SEQUENCES, SEQUENCE_LENGTH = 8, 24
 LLAMA3 = Llama3Scaling(factor=4.0, original_max_position_embeddings=16)
 OPTIONS = {
     "bare": {"mamba": {"skip": False, "dt_init": "uniform"}, "longhorn": {"skip": False, "beta_bias": False}},
-    "ablated": {"mamba": {"selective": ("C",), "A_init": "random"}, "gsa": {"gate": "abc"}, "lattice": {"conv_bias": True}},
-    "static": {"gsa": {"gate": "data_independent"}, "linear_attention": {"normalization": "rms"}},
+    "ablated": {
+        "mamba": {"selective": ("C",), "A_init": "random"},
+        "gsa": {"gate": "abc"},
+        "lattice": {"conv_bias": True},
+        "linear_attention": {"normalization": "rms"},
+    },
+    "static": {"gsa": {"gate": "data_independent"}},
     "added": {"bmojo": {"add_ssm_output": True}},
     "falcon": {"mamba": {"projection_norm_eps": 1e-6}},
     "groups": {"mamba2": {"expand": 2, "n_groups": 4}, "gated_delta_net": {"v_heads": 8}, "kda": {"v_heads": 8, "gate_bias": True}},
