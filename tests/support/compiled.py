@@ -59,15 +59,15 @@ SIZES = {"T", "dstate", "split_len", "span", "size", "num_splits", "B_row", "C_r
 
 
 def signature(kernel, constants, dtype):
-    """dtype: of activations; or, by name, of what is not of bfloat16."""
+    """dtype: of activations; or, by name, of what is not of bfloat16 ("=fp32": a number, no pointer)."""
     if isinstance(dtype, dict):
         sizes = {name: "i32" for name in kernel.arg_names if name.endswith(("_batch", "_row", "_head")) or name in COUNTS}
         known = (
             {"pos": "*i32", "scale": "fp32", "eps": "fp32", "divisor": "fp32"}
             | sizes
-            | {name: f"*{other}" for name, other in dtype.items()}
+            | {name: other if other.startswith("=") else f"*{other}" for name, other in dtype.items()}
         )
-        return {name: known.get(name, "*bf16") for name in kernel.arg_names if name not in constants}
+        return {name: known.get(name, "*bf16").removeprefix("=") for name in kernel.arg_names if name not in constants}
 
     def of(name):
         if name in SIZES or name.endswith("_batch"):
@@ -91,6 +91,7 @@ def kernels(arch):
     yield from _rotary_kernels()
     yield from _loss_kernels()
     yield from _embedding_kernels()
+    yield from _adamw_kernels()
 
 
 def _matrix_kernels(arch):
@@ -511,6 +512,17 @@ def _embedding_kernels():
         )
     sizes = {**embedding.launch_sizes(2048, embedding._BORDER_COLUMNS), **common, "BP": embedding._PARTS}
     yield "embedding borders", triton_kernels.embedding_sum_borders_kernel, sizes, sizes.pop("num_warps"), types
+
+
+def _adamw_kernels():
+    """With addresses for loads of 16 bytes, and without."""
+    from baton.kernels.adamw import triton_kernels, triton_launch
+
+    types = dict.fromkeys(("parameters", "exp_avg", "exp_avg_sq"), "fp32") | dict.fromkeys(("owners", "firsts"), "i32")
+    types |= dict.fromkeys(("grads", "starts", "lengths"), "i64")
+    types |= dict.fromkeys(("shrink", "b1", "b1_rest", "b2", "b2_rest", "root", "rate"), "=fp32")
+    for name, aligned in (("adamw", True), ("adamw, unaligned", False)):
+        yield name, triton_kernels.adamw_kernel, {"ALIGNED": aligned, "BE": triton_launch._BLOCK}, 8, types
 
 
 def _kernels(arch):
