@@ -138,7 +138,8 @@ class Engine:
         lie in the group's flat partition (stage 0: 0)."""
         if self.stage == 0:
             groups = [[(p, p.grad, 0) for p in group["params"] if p.grad is not None] for group in self.param_groups]
-            self._engine.buffered_allreduce_fallback(grads=[grad for gradients in groups for _, grad, _ in gradients])
+            if self._ranks > 1:
+                self._engine.buffered_allreduce_fallback(grads=[grad for gradients in groups for _, grad, _ in gradients])
             return groups
         zero = self._zero
         if self._ranks == 1 and self.stage == 1:

@@ -191,8 +191,8 @@ class Arithmetic:
 
     @property
     def _bucket(self) -> int:
-        """Number of gradients in the flat copy that ranks sum; ZeRO-1 on one rank sums nothing."""
-        return 0 if self.shards == 1 and self.layout.zero == 1 else min(self.local_count, REDUCE_BUCKET)
+        """Number of gradients in the flat copy that ranks sum; one rank sums nothing, but for ZeRO-2."""
+        return 0 if self.shards == 1 and self.layout.zero < 2 else min(self.local_count, REDUCE_BUCKET)
 
     @property
     def head_count(self) -> int:
