@@ -14,13 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 DECLARATION = (
     "models/settings/mamba.py",
-    "return (*super().parameters(d_model), A_log)",
-    'return (*super().parameters(d_model), A_log, split("D_scale", self.expand * d_model, init=Constant(0.75)))',
-)
-IMPORT = (
-    "models/settings/mamba.py",
-    "from baton.models.initializers import ",
-    "from baton.models.initializers import Constant, ",
+    "return (*super().parameters(d_model), A_log, *static)",
+    'return (*super().parameters(d_model), A_log, *static, split("D_scale", inner, init=Constant(0.75)))',
 )
 USE = ("models/mixers/mamba.py", "-torch.exp(self.A_log), D_D, dt_bias_D", "-torch.exp(self.A_log), D_D * self.D_scale, dt_bias_D")
 
@@ -62,7 +57,7 @@ def copy(tmp_path_factory):
     (packages / "__init__.py").touch()
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
-    for name, old, new in (DECLARATION, IMPORT, USE):
+    for name, old, new in (DECLARATION, USE):
         text = (packages / name).read_text(encoding="utf-8")
         assert text.count(old) == 1, f"{name} has no {old!r}"
         (packages / name).write_text(text.replace(old, new), encoding="utf-8")

@@ -100,13 +100,11 @@ class MambaConfig(SSMBlockConfig):
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         inner = self.expand * d_model
         inits: dict[str, Initializer] = {"s4d_real": LogArange(), "half": Constant(math.log(0.5)), "random": Normal(1.0)}
+        A_log = split("A_log", inner, self.d_state, init=inits[self.A_init])
         # of B and C the paper gives no initial values where they are parameters: S4D's are 1 and standard normal
-        static: dict[str, Initializer] = {"B": Constant(1.0), "C": Normal(1.0)}
-        return (
-            *super().parameters(d_model),
-            split("A_log", inner, self.d_state, init=inits[self.A_init]),
-            *(split(name, inner, self.d_state, init=static[name]) for name in self.static),
-        )
+        inits |= {"B": Constant(1.0), "C": Normal(1.0)}
+        static = (split(name, inner, self.d_state, init=inits[name]) for name in self.static)
+        return (*super().parameters(d_model), A_log, *static)
 
     def activation_costs(self, d_model: int) -> MixerCosts:
         # FLOPs per element of the state besides the exponential: its argument 1, input term 2, update 2, output 2
