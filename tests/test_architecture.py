@@ -47,6 +47,7 @@ MOST_IMPORTERS = 20
 """Files that may import one module, other than the few that are the vocabulary of all (`SHARED`)."""
 SHARED = (
     "kernels/protocol.py",
+    "kernels/common/launch_utils.py",  # what launches an operator's kernels imports them by it, so an operator is one more
     "parallel/mesh.py",
     "launcher/config.py",  # a run's configuration: every command that has to do with one reads it
     "launcher/cli/arguments.py",  # every command is one more

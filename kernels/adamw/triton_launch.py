@@ -6,6 +6,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from baton.kernels.common.launch_utils import LazyModule
+
+_kernels = LazyModule("baton.kernels.adamw.triton_kernels")
+
 _BLOCK = 4096  # elements of a program
 _TABLES = 64  # kept: of each group of parameters, and of gradients that lie elsewhere in the next step
 
@@ -20,8 +24,6 @@ def adamw_step_triton(
     scalars: tuple[float, ...],
 ) -> None:
     """As `op.adamw_step`, which checks the arguments."""
-    from baton.kernels.adamw.triton_kernels import adamw_kernel  # Triton is needed here alone
-
     lengths, addresses = tuple(x.numel() for x in grads), tuple(x.data_ptr() for x in grads)
     programs = sum(-(-n // _BLOCK) for n in lengths)
     if not programs:
@@ -29,7 +31,7 @@ def adamw_step_triton(
     device = parameters.device
     flat = (parameters.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr())
     aligned = all(address % 16 == 0 for address in (*flat, *addresses)) and all(start % 4 == 0 for start in starts)
-    adamw_kernel[(programs,)](
+    _kernels.adamw_kernel[(programs,)](
         parameters, exp_avg, exp_avg_sq, _addresses(addresses, device), *_places(tuple(starts), lengths, device), *scalars,
         ALIGNED=aligned, BE=_BLOCK, num_warps=8,
     )  # fmt: skip
