@@ -112,6 +112,11 @@ def _with_recurrences_of_their_own():
 GATHERED = _with_recurrences_of_their_own()
 SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPTT if bptt == "truncated" or variant == "gla"]
 
+# every two values of the three meet
+SEGMENTED_OVER_TENSOR = [
+    (bptt, how, ("none", "full")[(how == "shared") ^ (bptt == "truncated")]) for bptt in BPTT for how in ("tensor", "shared")
+]
+
 
 def run_of(
     variant, *, compute_dtype="float32", recompute="none", residual_dtype="float32", device="cpu",
@@ -436,9 +441,9 @@ def measure(form):
                 found[f"{variant} {bptt} rank {rank}"] = passes_of(variant, bptt, rank, context=2)
         found[f"gla {bptt} again"] = passes_of("gla", bptt, recompute="full")
         found[f"gla {bptt} stage"] = passes_of("gla", bptt, 1, pipeline=STAGES)
-        for recompute in ("none", "full"):
-            found[f"mamba {bptt} tensor {recompute}"] = passes_of("mamba", bptt, recompute=recompute, tensor=2)
-            found[f"mamba {bptt} shared {recompute}"] = passes_of("mamba", bptt, recompute=recompute, **SHARED_BY)
+    for bptt, how, recompute in SEGMENTED_OVER_TENSOR:
+        layout = {"tensor": 2} if how == "tensor" else SHARED_BY
+        found[f"mamba {bptt} {how} {recompute}"] = passes_of("mamba", bptt, recompute=recompute, **layout)
     print(json.dumps(results))
 
 
