@@ -44,7 +44,7 @@ def _recall(S: Tensor, k: Tensor) -> Tensor:
 
 
 @every_gate
-@law(max_examples=10)
+@law(max_examples=7)
 @given(seed=seeds, batch=st.integers(1, 2), length=st.integers(1, 33), chunk=st.integers(1, 40))
 def test_any_chunk_size_equals_the_definition(gate: str, seed: int, batch: int, length: int, chunk: int):
     arguments = _example(seed, batch, length, torch.float64, gate)
@@ -59,7 +59,7 @@ def test_any_chunk_size_equals_the_definition(gate: str, seed: int, batch: int, 
 
 
 @every_gate
-@law(max_examples=8)
+@law(max_examples=6)
 @given(seed=seeds, length=st.integers(1, 33), chunk=st.integers(1, 40), start_probability=st.sampled_from([0.0, 0.1]))
 def test_the_effect_is_the_product_of_the_transitions_for_any_chunk_size(
     gate: str, seed: int, length: int, chunk: int, start_probability: float
@@ -226,33 +226,36 @@ def test_extreme_decays_before_small_ones_cost_no_digits():
         assert relative_error(single, double) <= 5e-6
 
 
-@pytest.mark.parametrize(
-    ("gated", "largest_beta"),
-    [(True, 2.0), (False, 1.0), pytest.param(True, 1.0, marks=pytest.mark.long), pytest.param(False, 2.0, marks=pytest.mark.long)],
-)
-def test_float32_stays_with_float64_over_4096_tokens(gated: bool, largest_beta: float):
-    """The definition in float64, token by token, on the same numbers; mild decays, so that the state holds hundreds of tokens."""
-    length, heads, d_key, d_value = 4096, 2, 16, 8
+def test_float32_stays_with_float64_over_4096_tokens():
+    """The definition in float64, token by token, on the same numbers; mild decays, so that the state holds hundreds of tokens. Of
+    four sequences two have a gate, which makes no decay in the others, and strengths are at most 1 or 2."""
+    batch, length, heads, d_key, d_value = 4, 4096, 1, 16, 8
     generator = seeded(15)
-    q, k = (normalize(torch.randn(1, length, heads, d_key, generator=generator), dim=-1) for _ in range(2))
-    beta = largest_beta * torch.sigmoid(torch.randn(1, length, heads, generator=generator))
-    arguments = [q, k, torch.randn(1, length, heads, d_value, generator=generator), beta]
-    if gated:
-        arguments.append(-0.01 * torch.rand(1, length, heads, generator=generator))
-    arguments.append(torch.randn(1, heads, d_key, d_value, generator=generator))
-    pos = positions(seeded(16), 1, length, 1e-3)
+    q, k = (normalize(torch.randn(batch, length, heads, d_key, generator=generator), dim=-1) for _ in range(2))
+    beta = torch.tensor([1.0, 2.0, 1.0, 2.0])[:, None, None] * torch.sigmoid(torch.randn(batch, length, heads, generator=generator))
+    g = -0.01 * torch.rand(batch, length, heads, generator=generator)
+    g[:2] = 0.0
+    S = torch.randn(batch, heads, d_key, d_value, generator=generator)
+    arguments = [q, k, torch.randn(batch, length, heads, d_value, generator=generator), beta, g, S]
+    pos = positions(seeded(16), batch, length, 1e-3)
     leaves = [x.clone().requires_grad_() for x in arguments]
-    outputs = delta_rule(*leaves[:-1], pos=pos, initial_state=leaves[-1])
+    halves = []
+    for gated, lanes in ((False, slice(0, 2)), (True, slice(2, 4))):
+        q, k, v, beta, g, S = (x[lanes] for x in leaves)
+        halves.append(delta_rule(q, k, v, beta, g if gated else None, pos=pos[lanes], initial_state=S))
+    outputs = [torch.cat(pair) for pair in zip(*halves, strict=True)]
     exact_leaves = [x.double().requires_grad_() for x in arguments]
     exact = delta_rule_reference(*exact_leaves[:-1], pos=pos, initial_state=exact_leaves[-1])
-    results = [*outputs, *gradients(outputs, leaves, seeded(17))]
-    for single, double in zip(results, [*exact, *gradients(exact, exact_leaves, seeded(17))], strict=True):
-        assert relative_error(single, double) <= 3e-6
+    names = ("o", "S", "dq", "dk", "dv", "dbeta", "dg", "dS")
+    results = zip(names, [*outputs, *gradients(outputs, leaves, seeded(17))], strict=True)
+    for (name, single), double in zip(results, [*exact, *gradients(exact, exact_leaves, seeded(17))], strict=True):
+        for lane in range(2 if name == "dg" else 0, batch):
+            assert relative_error(single[lane], double[lane]) <= 3e-6, (name, lane)
 
 
 @every_gate
 def test_nothing_larger_than_the_inputs_the_borders_or_one_chunk_is_ever_allocated(gate: str):
-    batch, length, heads, d_key, d_value = 1, 4096, 2, 32, 48
+    batch, length, heads, d_key, d_value = 1, 1024, 2, 32, 48
     generator = seeded(18)
     normal = [torch.randn(batch, length, heads, d, generator=generator) for d in (d_key, d_key, d_value)]
     gates = [torch.sigmoid(torch.randn(batch, length, heads, generator=generator)) for _ in range(2)]

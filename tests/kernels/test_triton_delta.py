@@ -14,6 +14,8 @@ from baton.kernels.delta_rule.chunked import delta_rule_transition
 from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.delta_rule.triton_launch import DeltaRuleLaunch, LaunchConfig, delta_rule_transition_triton, delta_rule_triton
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in matmul")  # of pairs that a mask takes away
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = LaunchConfig(chunk=16, x=16, y=16, values=16, values_backward=16, x_chunk=16, y_chunk=16)
 GATES = ("none", "scalar", "key")
@@ -60,8 +62,8 @@ def compare(sizes, config, *, gate, starts, dtype=torch.float32, limit=None, key
         assert relative_error(x.double().cpu(), expected[name]) <= (limit or LIMITS[dtype]), name
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("starts", [False, True])
+# each gate the other way round in one of the two tests below
+@pytest.mark.parametrize(("gate", "starts"), [("none", True), ("scalar", False), ("key", True)])
 def test_outputs_and_gradients_are_the_definitions(gate, starts):
     compare((2, 18, 1, 12, 9) if gate == "none" else (1, 21, 2, 19, 20), SMALL, gate=gate, starts=starts)
 
@@ -82,7 +84,6 @@ class AsTheyAre(LaunchConfig):
         return self
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in matmul")  # of pairs that a mask takes away
 @pytest.mark.parametrize("chunk", [32, 64])
 def test_inverses_are_made_block_by_block(chunk):
     config = AsTheyAre(**{**asdict(SMALL), "chunk": chunk})
@@ -91,9 +92,9 @@ def test_inverses_are_made_block_by_block(chunk):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_a_sequence_is_walked_in_pieces(gate):
-    """Three pieces of five chunks and one of three, of what is written in columns of two programs; documents start in some."""
+    """Two pieces of five chunks and one of three, of what is written in columns of two programs; documents start in some."""
     config = replace(SMALL, target_programs=8)
-    sizes = (1, 276, 1, 18, 19)
+    sizes = (1, 196, 1, 18, 19)
     assert (
         DeltaRuleLaunch(
             *(torch.empty(*sizes[:3], n) for n in (18, 18, 19)), torch.empty(sizes[:3]), None, 1.0, None, config
@@ -110,10 +111,10 @@ def test_what_a_span_does_to_the_state_is_the_chunked_forms(gate, programs):
     def randn(*shape):
         return torch.randn(*shape, generator=g)
 
-    k, v = F.normalize(randn(2, 200, 2, 9), dim=-1), randn(2, 200, 2, 18)
-    beta, channels = 2 * torch.rand(2, 200, 2, generator=g), (9,) if gate == "key" else ()
-    gates = None if gate == "none" else 0.1 * F.logsigmoid(randn(2, 200, 2, *channels))
-    pos = positions(seeded(3), 2, 200, 0.002)
+    along, channels = (1, 200, 2) if gate == "scalar" else (2, 200, 1), (9,) if gate == "key" else ()
+    k, v, beta = F.normalize(randn(*along, 9), dim=-1), randn(*along, 18), 2 * torch.rand(along, generator=g)
+    gates = None if gate == "none" else 0.1 * F.logsigmoid(randn(*along, *channels))
+    pos = positions(seeded(3), *along[:2], 0.01)
     given = [x if x is None else x.to(DEVICE) for x in (k, v, beta, gates)]
     found = delta_rule_transition_triton(*given, pos=pos.to(DEVICE), config=replace(SMALL, target_programs=programs))
     exact = delta_rule_transition(*(x if x is None else x.double() for x in (k, v, beta, gates)), pos=pos)
@@ -125,7 +126,7 @@ def test_what_a_span_does_to_the_state_is_the_chunked_forms(gate, programs):
 def test_products_of_bfloat16(gate, monkeypatch):
     """Of more than a chunk."""
     products_of_bfloat16(monkeypatch)
-    compare((1, 37, 2, 19, 20), SMALL, gate=gate, starts=True, dtype=torch.bfloat16, limit=8e-3)
+    compare((1, 37, 1, 19, 20), SMALL, gate=gate, starts=True, dtype=torch.bfloat16, limit=8e-3)
 
 
 @pytest.mark.gpu

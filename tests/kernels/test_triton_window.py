@@ -60,8 +60,7 @@ def test_outputs_and_gradients_are_the_definitions(recurrence, carried):
     compare(recurrence, 21, SMALL, wide=recurrence.grouped, carried=carried)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [6, None])
+@pytest.mark.parametrize(("window", "sinks"), [(6, True), (None, False)])
 def test_bfloat16(window, sinks):
     compare(WindowAttention(window, sinks=sinks), 29, SMALL, wide=False, dtype=torch.bfloat16)
 

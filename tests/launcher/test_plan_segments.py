@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 from support import measured_costs
-from support.measured_costs import BPTT, CUT_SEQUENCE_LENGTH, LANES, SEGMENTED, SEGMENTED_OVER_RANKS, SHARED_BY, STAGES, run_of
+from support.measured_costs import (
+    BPTT,
+    CUT_SEQUENCE_LENGTH,
+    LANES,
+    SEGMENTED,
+    SEGMENTED_OVER_RANKS,
+    SEGMENTED_OVER_TENSOR,
+    SHARED_BY,
+    STAGES,
+    run_of,
+)
 
 from baton.launcher.cli import main
 from baton.launcher.cluster import load_cluster
@@ -95,9 +105,7 @@ def test_segments_over_sequence_ranks_keep_and_send_what_is_counted(measured, va
     assert ("around" in last["handed on"]) is one.training.carries_lane_states
 
 
-@pytest.mark.parametrize("bptt", BPTT)
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("how", ["tensor", "shared"])
+@pytest.mark.parametrize(("bptt", "how", "recompute"), SEGMENTED_OVER_TENSOR)
 def test_tensor_ranks_exchange_surveys_too(measured, bptt, recompute, how):
     layout = {"tensor": 2} if how == "tensor" else SHARED_BY
     one = arithmetic("mamba", bptt, recompute=recompute, **layout)

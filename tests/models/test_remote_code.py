@@ -30,18 +30,15 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "bmojo, sliding": ["bmojo"],
     "gla, without a gate": ["gla"],
     "gsa, converted": ["gsa"],
-    "gsa, fixed gates": ["gsa"],
-    "gsa, abc": ["gsa"],
     "lattice, all options": ["lattice"],
     "longhorn, as printed": ["longhorn"],
     "mamba, as printed": ["mamba"],
-    "mamba, static B": ["mamba"],
-    "mamba, time-invariant": ["mamba"],
     "mamba, as printed, normalised projections": ["mamba"],
     "mamba2, groups": ["mamba2"],
     "gated_delta_net, grouped values": ["gated_delta_net"],
-    "kda, bias": ["kda"],
     "retnet, without a gate": ["retnet"],
+    "static B, fixed gates, bias": ["mamba", "gsa", "kda"],
+    "time-invariant, abc": ["mamba", "gsa"],
     "hybrid": ["mamba", "lattice+swiglu", "bmojo"],
     "another hybrid": ["gated_delta_net*2", "attention+swiglu"],
 }
@@ -59,20 +56,20 @@ SETTINGS = {
     "gla, without a gate": {"feature_map": "relu", "output_gate": False},
     "retnet, without a gate": {"output_gate": False},
     "gsa, converted": {"feature_map": "identity", "value_activation": None, "output_activation": None},
-    "gsa, fixed gates": {"gate": "data_independent"},
-    "gsa, abc": {"gate": "abc"},
     "lattice, all options": {
         "variant": "enc", "project": False, "forget": True, "sparsity": 0.01, "initial_slots": "learned", "step_max": 2.0,
         "conv_activation": "silu", "unit_queries": True, "value_scale": 0.3, "output_norm": False, "conv_bias": True,
     },
     "longhorn, as printed": {"skip": False, "beta_bias": False},
     "mamba, as printed": {"skip": False, "discretization": "zoh"},
-    "mamba, static B": {"selective": ("dt", "C"), "A_init": "random"},
-    "mamba, time-invariant": {"selective": ()},
     "mamba2, groups": {"n_groups": 4, "norm_group_size": 6},
     "gated_delta_net, grouped values": {"heads": 2, "v_heads": 4},
-    "kda, bias": {"gate_bias": True, "heads": 2, "v_heads": 4},
     "mamba, as printed, normalised projections": {"skip": False, "discretization": "zoh", "projection_norm_eps": 1e-3},
+    "static B, fixed gates, bias": {
+        "mamba": {"selective": ("dt", "C"), "A_init": "random"}, "gsa": {"gate": "data_independent"},
+        "kda": {"gate_bias": True, "heads": 2, "v_heads": 4},
+    },
+    "time-invariant, abc": {"mamba": {"selective": ()}, "gsa": {"gate": "abc"}},
 }  # fmt: skip
 VOCAB = 61
 
@@ -80,10 +77,16 @@ VOCAB = 61
 def model_of(case):
     mixers = {name: cls.small().model_dump() for name, cls in kinds().items() if any(name in entry for entry in CASES[case])}
     mixers = {name: values for name, values in mixers.items() if any(name in e.split("*")[0].split("+") for e in CASES[case])}
+    settings = SETTINGS.get(case, {})
     for name in mixers:
-        mixers[name] |= SETTINGS.get(case, {})
+        mixers[name] |= settings if len(mixers) == 1 else settings.get(name, {})
     return ModelConfig(
-        d_model=48, n_layers=3, vocab_size=VOCAB, pattern=CASES[case], mixers=mixers, tie_embeddings=case != "another hybrid"
+        d_model=48,
+        n_layers=2 if len(CASES[case]) == 1 else 3,
+        vocab_size=VOCAB,
+        pattern=CASES[case],
+        mixers=mixers,
+        tie_embeddings=case != "another hybrid",
     )
 
 

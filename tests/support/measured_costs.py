@@ -55,10 +55,17 @@ VARIANTS = {
     ),
     "lattice without projection": ("lattice", {"project": False, "forget": True, "initial_slots": "learned"}),
 }
+HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.get("window", 1) is not None]
+# what is saved in each of two precisions; in float32 a segment's is measured too, of what is handed on
+SAVED_WITH = [
+    (variant, precision)
+    for variant in VARIANTS
+    for precision in ("float32", "bfloat16")
+    if precision == "bfloat16" or variant in kinds() or variant not in HANDED_ON
+]
 RECOMPUTED = ("mamba", "gla", "bmojo")
 SELECTIVELY = ("mamba", "longhorn")
 EXCHANGED = (*kinds(), "lattice, everything")
-HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.get("window", 1) is not None]
 # whether layers are run again, and what the residual stream is in: of what lives after a pass
 LIVING_WITH = [("none", "float32"), ("full", "bfloat16")]
 # precision, whether layers are run again, and what the residual stream is in
@@ -89,7 +96,26 @@ BPTT = {
     "cut": {"mode": "truncated", "segment": 12, "gradient_segments": 1},
 }
 LANES = 6
+
+
+def _with_recurrences_of_their_own():
+    """Of the variants that are handed on those whose mixer declares other recurrences than those before it. That modules have the
+    States that are declared, and hand them on, is measured of all."""
+    declared = {}
+    for variant in HANDED_ON:
+        kind, changes = VARIANTS[variant]
+        costs = kinds()[kind].small().model_copy(update=changes).costs(SMALL_WIDTH)
+        declared.setdefault(f"{kind} {costs.recurrences}", variant)
+    return list(declared.values())
+
+
+GATHERED = _with_recurrences_of_their_own()
 SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPTT if bptt == "truncated" or variant == "gla"]
+
+# every two values of the three meet
+SEGMENTED_OVER_TENSOR = [
+    (bptt, how, ("none", "full")[(how == "shared") ^ (bptt == "truncated")]) for bptt in BPTT for how in ("tensor", "shared")
+]
 
 
 def run_of(
@@ -213,12 +239,13 @@ def measure(form):
             sequence_parallel=sequence_parallel,
         )
         initialize_parameters(model, 0, 0, tensor)
-        model.logits(model(read.tokens[:, :8], read.pos[:, :8])[0])
+        if compute_dtype != "float32":
+            model.logits(model(read.tokens[:, :8], read.pos[:, :8])[0])
         copies = [copy for module in model.modules() if (copy := getattr(module, "_cast_weight_cache", None)) is not None]
         return model, {x.untyped_storage()._cdata for x in (*model.parameters(), *copies)}
 
-    def saved(model, known, read):
-        """Bytes of what autograd saves of the stack."""
+    def saved(model, known, read, *, backwards=False):
+        """Bytes of what autograd saves of the stack. backwards: then it goes backwards as well."""
         x = read.tokens if model.stage.first else torch.randn(*read.tokens.shape, SMALL_WIDTH, requires_grad=True)
         found = {}
 
@@ -229,12 +256,14 @@ def measure(form):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             kept = model(x, read.pos)
+        if backwards:
+            kept[0].sum().backward()
         del kept
         return sum(storage.nbytes() for address, storage in found.items() if address not in known)
 
     read, results = batch(), {}
     mesh = meshes.initialize(run_of("mamba").layout, device=torch.device("cpu"), rank=0, store=None)
-    results["saved"] = {v: {p: saved(*model_of(v, p, "none", 1), read) for p in DTYPES} for v in VARIANTS}
+    results["saved"] = {f"{v} {p}": saved(*model_of(v, p, "none", 1), read) for v, p in SAVED_WITH}
     results["living"] = {}
     for variant, (recompute, residual_dtype) in itertools.product(RECOMPUTED, LIVING_WITH):
         model, known = model_of(variant, "bfloat16", recompute, 1, residual_dtype=residual_dtype)
@@ -301,18 +330,17 @@ def measure(form):
             mesh.link.sent.clear()
             model = LanguageModel(run_of(variant).model, link=mesh.link)
             initialize_parameters(model, 0, 0, 1)
-            model(read.tokens[:, span], read.pos[:, span])[0].sum().backward()
-            sent = sum(n for (what, _), n in mesh.link.sent.items() if what == f"{direction} bytes")
-            results["handed on"][variant][direction] = sent
             part = Batch(read.tokens[:, span], read.labels[:, span], read.pos[:, span])
             known = {x.untyped_storage()._cdata for x in model.parameters()}
-            results["saved of a segment"][variant] = saved(model, known, part)
+            results["saved of a segment"][variant] = saved(model, known, part, backwards=True)
+            sent = sum(n for (what, _), n in mesh.link.sent.items() if what == f"{direction} bytes")
+            results["handed on"][variant][direction] = sent
         meshes.shutdown()
 
     layout = run_of("mamba", context=SPANS, context_comm="all_gather").layout
     mesh = meshes.initialize(layout, device=torch.device("cpu"), rank=1, store=None)
     results["gathered"], span = {}, slice(SEQUENCE_LENGTH // SPANS, 2 * SEQUENCE_LENGTH // SPANS)
-    for variant in HANDED_ON:
+    for variant in GATHERED:
         mesh.link.sent.clear()
         model = LanguageModel(run_of(variant).model, link=mesh.link)
         initialize_parameters(model, 0, 0, 1)
@@ -413,9 +441,9 @@ def measure(form):
                 found[f"{variant} {bptt} rank {rank}"] = passes_of(variant, bptt, rank, context=2)
         found[f"gla {bptt} again"] = passes_of("gla", bptt, recompute="full")
         found[f"gla {bptt} stage"] = passes_of("gla", bptt, 1, pipeline=STAGES)
-        for recompute in ("none", "full"):
-            found[f"mamba {bptt} tensor {recompute}"] = passes_of("mamba", bptt, recompute=recompute, tensor=2)
-            found[f"mamba {bptt} shared {recompute}"] = passes_of("mamba", bptt, recompute=recompute, **SHARED_BY)
+    for bptt, how, recompute in SEGMENTED_OVER_TENSOR:
+        layout = {"tensor": 2} if how == "tensor" else SHARED_BY
+        found[f"mamba {bptt} {how} {recompute}"] = passes_of("mamba", bptt, recompute=recompute, **layout)
     print(json.dumps(results))
 
 
