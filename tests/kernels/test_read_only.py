@@ -336,7 +336,8 @@ def test_other_ops_only_read_on_a_gpu(folder: str, name: str):
 
 
 def test_every_op_is_among_them():
-    folders = {path.parent.name for path in Path(baton.kernels.__file__).parent.glob("*/op.py")}
+    """But for the optimizer's, which is there to write."""
+    folders = {path.parent.name for path in Path(baton.kernels.__file__).parent.glob("*/op.py")} - {"adamw"}
     assert folders == {type(recurrence).__module__.split(".")[2] for recurrence in RECURRENCES} | set(OPS)
 
 

@@ -42,7 +42,7 @@ RULES = (
     ),
     Rule("data", scope=rf"^{PHASE}data$"),
     # from the last backward pass to the end of the update: finite check, gradient norm, clipping, AdamW, and their copies
-    Rule("optimizer", scope=rf"^{PHASE}optimizer$|^Optimizer\.step"),
+    Rule("optimizer", kernels=("adamw",), scope=rf"^{PHASE}optimizer$|^Optimizer\.step"),
     Rule(
         "convolution",
         kernels=("short_conv",),
