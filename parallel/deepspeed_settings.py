@@ -51,23 +51,22 @@ class DeepSpeedGroups:
         return self._mesh.layout.pipeline
 
 
-def deepspeed_config(clip_norm: float, stage: int) -> dict[str, Any]:
+def deepspeed_config(stage: int) -> dict[str, Any]:
     """Every DeepSpeed setting that matters, stated.
 
     There is no bf16 block on purpose: it would cast every parameter, also those that must stay fp32.
-    clip_norm: global gradient norm above which gradients are scaled down; 0 turns clipping off. stage: of ZeRO.
+    stage: of ZeRO.
     """
     return {
         # DeepSpeed checks train_batch_size = micro_batch_size * accumulation * data ranks and uses it for nothing else here.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        # coalesce_grad_reduction insists on True; the boundary is then set by hand
+        # coalesce_grad_reduction insists on True
         "managed_gradient_accumulation": stage == 2,
         # The loss is divided by the labels of the whole global batch before backward; nothing else is divided anywhere.
         "gradient_allreduce_op": "sum",
         "prescale_gradients": False,
-        # at stage 0 it reports no norm in fp32, so the norm and the clip are Engine's
-        "gradient_clipping": clip_norm if stage else 0.0,
+        "gradient_clipping": 0.0,  # norm and clip are zero.Engine's
         "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -143,14 +143,13 @@ class Engine:
             return groups
         zero = self._zero
         if self._ranks == 1 and self.stage == 1:
-            members = [[p for p in params if p.grad is not None] for params in zero.params_in_partition]
-            return [[(p, p.grad, start_in_partition(p)) for p in params if p.grad is not None] for params in members]
+            return [[(p, p.grad, _start_in_partition(p)) for p in ps if p.grad is not None] for ps in zero.params_in_partition]
         if self.stage == 1:
             zero.set_gradient_accumulation_boundary(True)
             zero.reduce_gradients()
         # behind a partition's last gradient there may be one of zeros for its padding, which nothing needs
         return [
-            [(p, grad, start_in_partition(p)) for p, grad in zip(params, zero.averaged_gradients[n], strict=False)]
+            [(p, grad, _start_in_partition(p)) for p, grad in zip(params, zero.averaged_gradients[n], strict=False)]
             for n, params in enumerate(zero.params_in_partition)
         ]
 
@@ -303,7 +302,7 @@ class Engine:
         broadcast_tied(self._module, self._mesh)
 
 
-def start_in_partition(parameter: nn.Parameter) -> int:
+def _start_in_partition(parameter: nn.Parameter) -> int:
     """Where this rank's elements of a parameter lie in the flat partition of its group."""
     start: int = parameter._hp_mapping.hp_fragment_address.start  # type: ignore[attr-defined]
     return start
@@ -326,7 +325,7 @@ def _remove(hooks: Iterable[Any]) -> None:
 def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, clip_norm: float) -> Engine:
     """An engine at the layout's ZeRO stage over the optimizer. The module's parameters must be fp32 and already initialised."""
     deepspeed = compat.import_deepspeed(mesh.device.type)
-    config = deepspeed_config(clip_norm, mesh.layout.zero)
+    config = deepspeed_config(mesh.layout.zero)
     members = {group["name"]: list(group["params"]) for group in optimizer.param_groups}
     with compat.lazy_compile():  # it imports optimizers whose functions are decorated with torch.compile
         engine, *_ = deepspeed.initialize(

@@ -183,7 +183,7 @@ def test_chunks_and_buckets_are_the_kernels():
         expected = diagonal_scan.chunk_length(batch, channels // 2, d_state)
         assert carrier.tokens_per_chunk(cost_model.Workload(batch, 1 << 20, tensor=2, gpu=False)) == expected
         assert carrier.tokens_per_chunk(cost_model.Workload(batch, 1 << 20, tensor=2)) == LaunchConfig().checkpoint_interval
-    assert all(deepspeed_config(1.0, stage)["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET for stage in ZERO)
+    assert all(deepspeed_config(stage)["zero_optimization"]["reduce_bucket_size"] == REDUCE_BUCKET for stage in ZERO)
 
 
 # ---------------------------------------------------------------------------------------------------- against running models
