@@ -6,19 +6,26 @@ efficiencies: the share of the throughput of as many independent GPUs. The plann
 of a step are reported beside the measured ones; a plan does not include waiting.
 
     python benchmarks/scaling.py [--model mamba-1.4b,gsa-1.3b] [--layouts data,context,tensor] [--micro-batches 4]
+    python benchmarks/scaling.py --layouts tensor=2,sequence_parallel=2,pipeline=2x16,tensor=2+context=2
 
-The single GPU's runs, of both shapes and all models, go on at once, each on a GPU of its own. With --tiny it all runs on a CPU, on
-sizes that mean nothing, and writes no results.
+A layout is one or more ways to divide the work, joined by +, with their ranks where these are not all GPUs; x and a number behind
+it: micro-batches of a step (pipeline: 4 a stage). Runs on fewer GPUs than there are go on at once, each on GPUs of its own: the
+single GPU's, of both shapes and all models, first. With --tiny it all runs on a CPU, on sizes that mean nothing, and writes no
+results.
 """
 
 import argparse
 import functools
+import math
+import re
 import statistics
 import sys
 import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -31,42 +38,55 @@ from baton.launcher.planner.plan import make_plan
 
 LAYOUTS = ("data", "context", "tensor", "sequence_parallel", "pipeline")
 """sequence_parallel: tensor ranks with Megatron's split of what lies between their blocks."""
+CONFIGURING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run. layout: what divides its work, or one: nothing; ranks: over how many; base: the single GPU's shape that it is held
-    against."""
+    """A run. sizes: what divides its work, by name, over how many ranks; none: one GPU. base: the single GPU's shape that it is
+    held against."""
 
     model: str
-    layout: str
-    ranks: int
+    sizes: tuple[tuple[str, int], ...]
     shape: Shape
     micro_batches: int
     base: Shape
 
     def __str__(self) -> str:
-        how = "1 rank" if self.layout == "one" else f"{self.layout} {self.ranks}"
+        how = ", ".join(f"{name} {ranks}" for name, ranks in self.sizes) or "1 rank"
         return f"{self.model}, {how}, {self.shape} x {self.micro_batches}"
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(ranks for _, ranks in self.sizes)
 
     @property
     def tokens(self) -> int:
         """Of a step, all ranks together."""
-        replicas = self.ranks if self.layout == "data" else 1
-        return replicas * self.shape.rows * self.shape.sequence_length * self.micro_batches
+        return dict(self.sizes).get("data", 1) * self.shape.rows * self.shape.sequence_length * self.micro_batches
 
 
-def case_of(model: str, layout: str, ranks: int, count: int, wide: Shape, long: Shape) -> Case:
-    """count: micro-batches of a step on one GPU. wide, long: its shapes, of which sequence ranks lengthen the second."""
-    if layout == "context":
-        return Case(model, layout, ranks, Shape(long.rows, ranks * long.sequence_length), count, long)
-    return Case(model, layout, ranks, wide, ranks * count if layout == "pipeline" else count, wide)
+def case_of(model: str, layout: str, gpus: int, count: int, wide: Shape, long: Shape) -> Case:
+    """layout: as given. count: micro-batches of a step on one GPU. wide, long: its shapes, of which context ranks lengthen the
+    second. Raises ValueError."""
+    found = re.fullmatch(r"([a-z_]+(?:=\d+)?(?:\+[a-z_]+=\d+)*)(?:x(\d+))?", layout)
+    if found is None:
+        raise ValueError(f"{layout!r} is no layout; known: NAME, NAME=RANKS, NAME=RANKS+NAME=RANKS, each with xCOUNT")
+    parts, given = found.groups()
+    pairs = [(name, int(ranks or gpus)) for name, _, ranks in (part.partition("=") for part in parts.split("+"))]
+    if unknown := sorted({name for name, _ in pairs} - set(LAYOUTS)):
+        raise ValueError(f"{unknown[0]!r} is no way to divide the work; known: {', '.join(LAYOUTS)}")
+    sizes = dict(pairs)
+    micro_batches = int(given) if given else sizes.get("pipeline", 1) * count
+    if "context" in sizes:
+        return Case(model, tuple(pairs), Shape(long.rows, sizes["context"] * long.sequence_length), micro_batches, long)
+    return Case(model, tuple(pairs), wide, micro_batches, wide)
 
 
 def words_of(case: Case, arguments: argparse.Namespace) -> list[str]:
-    words = [] if case.layout == "one" else [f"layout.{case.layout}={case.ranks}"]
-    if case.layout == "sequence_parallel":
-        words = [f"layout.tensor={case.ranks}", "layout.sequence_parallel=true"]
+    names = {"sequence_parallel": "tensor"}
+    words = [f"layout.{names.get(name, name)}={ranks}" for name, ranks in case.sizes]
+    words += ["layout.sequence_parallel=true"] if "sequence_parallel" in dict(case.sizes) else []
     words += [f"training.global_batch_tokens={case.tokens}"]
     words += ["training.recompute=selective"] if arguments.selective else []
     words += ["training.recompute=full"] if arguments.recompute else []
@@ -103,22 +123,28 @@ class Run:
         return statistics.median(self.found.timed[self.case.micro_batches].seconds)
 
 
-def run(bench: Bench, case: Case, gpu: int | None = None) -> Run:
-    config, path = bench.config(case.model, case.shape, [case.micro_batches], *words_of(case, bench.arguments))
-    return Run(case, config, path, bench.ours(config, path, [case.micro_batches], gpu=gpu))
+def run(bench: Bench, case: Case, gpus: Sequence[int] = ()) -> Run | RuntimeError:
+    """On these GPUs alone; none: on those that it sees."""
+    with CONFIGURING:  # several at once would write each other's text
+        config, path = bench.config(case.model, case.shape, [case.micro_batches], *words_of(case, bench.arguments))
+    try:
+        return Run(case, config, path, bench.ours(config, path, [case.micro_batches], gpus=gpus))
+    except RuntimeError as error:  # the others are worth their time
+        return error
 
 
-def alone(bench: Bench, cases: list[Case], gpus: int) -> dict[tuple[str, Shape], Run]:
-    """Runs of one GPU, as many at once as there are GPUs."""
-    for case in cases:
-        bench.config(case.model, case.shape, [case.micro_batches])  # the text, before several want it at once
-
-    def on(gpu: int) -> list[Run]:
-        return [run(bench, case, gpu if gpus else None) for case in cases[gpu :: max(1, gpus)]]
-
-    with ThreadPoolExecutor(max(1, gpus)) as pool:
-        found = chain.from_iterable(pool.map(on, range(max(1, gpus))))
-    return {(one.case.model, one.case.shape): one for one in found}
+def together(bench: Bench, cases: Iterable[Case], gpus: int) -> Iterator[tuple[Case, Run | RuntimeError | None]]:
+    """Runs in the order of their cases; of neighbours with as many ranks as many at once as there are GPUs for. None: left out, for
+    want of time."""
+    for ranks, of_size in groupby(cases, lambda case: case.ranks):
+        left, at_once = list(of_size), max(1, gpus // ranks)
+        for some in (left[first : first + at_once] for first in range(0, len(left), at_once)):
+            if bench.left() < bench.arguments.reserve:
+                yield from ((case, None) for case in some)
+                continue
+            own = [range(at * ranks, (at + 1) * ranks) if gpus else () for at in range(len(some))]
+            with ThreadPoolExecutor(len(some)) as pool:
+                yield from zip(some, pool.map(functools.partial(run, bench), some, own), strict=True)
 
 
 def said(bench: Bench, one: Run, base: Run) -> None:
@@ -132,7 +158,7 @@ def said(bench: Bench, one: Run, base: Run) -> None:
         bench.gate(str(case), case.model, case.shape, one.found, one.path)
     elif base.found is not None:
         # the same tokens only where one data rank has as many
-        limit = NEAR if case.layout in ("tensor", "sequence_parallel") else OTHER_TEXT
+        limit = NEAR if {name for name, _ in case.sizes} <= {"tensor", "sequence_parallel"} else OTHER_TEXT
         off = abs(one.found.loss - base.found.loss) / base.found.loss
         detail = f"first loss {one.found.loss:.5f}, of one GPU {base.found.loss:.5f}: {off:.1e} <= {limit:g}"
         report.gate(str(case), off <= limit, detail)
@@ -158,7 +184,7 @@ def said(bench: Bench, one: Run, base: Run) -> None:
 def main() -> None:
     parser = bench_arguments(__doc__.partition("\n")[0])
     parser.add_argument("--model", default="mamba-1.4b,gsa-1.3b", help=f"separated by commas, of {', '.join(MODELS)}")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"separated by commas, of {', '.join(LAYOUTS)}")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"separated by commas, see above; of {', '.join(LAYOUTS)}")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a data rank's step (default 4)")
     parser.add_argument("--ranks", type=int, default=0, help="of the layouts (default: the GPUs there are)")
     parser.add_argument("--cluster", help="whose rates a plan is made with (default: the shipped one with this GPU)")
@@ -171,8 +197,13 @@ def main() -> None:
     arguments.segment = arguments.segment or 1 << 20  # none is cut
     arguments.reference_tokens = 0  # the reference form's loss of a model's first shape serves its second
     wide, long = (Shape(2, 32), Shape(1, 64)) if arguments.tiny else (Shape(8, 2048), Shape(1, 16384))
-    of = functools.partial(case_of, ranks=ranks, count=arguments.micro_batches, wide=wide, long=long)
-    cases = [of(model, layout) for model in arguments.model.split(",") for layout in arguments.layouts.split(",")]
+    models, layouts = arguments.model.split(","), arguments.layouts.split(",")
+    try:
+        cases = [case_of(model, layout, ranks, arguments.micro_batches, wide, long) for model in models for layout in layouts]
+    except ValueError as error:
+        parser.error(str(error))
+    if (most := max(case.ranks for case in cases)) > ranks:
+        parser.error(f"a layout has {most} ranks, {ranks} GPUs are here")
     device = f"{ranks} x {torch.cuda.get_device_name()}" if gpus else None
     arguments.cluster = arguments.cluster or cluster_of(device or "")
     report = Report("scaling", device=device, keep=not arguments.tiny)
@@ -181,19 +212,19 @@ def main() -> None:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(report, folder.resolve(), arguments)
-        singles = dict.fromkeys(Case(case.model, "one", 1, case.base, arguments.micro_batches, case.base) for case in cases)
-        bases = alone(bench, list(singles), gpus)
-        for base in bases.values():
-            said(bench, base, base)
-        for case in cases:
-            if bench.left() < arguments.reserve:
+        singles = dict.fromkeys(Case(case.model, (), case.base, arguments.micro_batches, case.base) for case in cases)
+        bases = dict[tuple[str, Shape], Run]()
+        for case, one in together(bench, chain(singles, cases), gpus):
+            if isinstance(one, Run) and not case.sizes:
+                bases[case.model, case.shape] = one
+            if one is None:
                 report.say(f"{case}: left out, for want of time")
-                continue
-            try:
-                said(bench, run(bench, case), bases[case.model, case.base])
-            except RuntimeError as error:  # the others are worth their time
+            elif isinstance(one, Run) and (base := bases.get((case.model, case.base))) is not None:
+                said(bench, one, base)
+            else:
                 failed = True
-                report.say(f"{case}: FAILED: {error}")
+                report.say(f"{case}: FAILED: {one if isinstance(one, RuntimeError) else 'there is no run of one GPU'}")
+            report.save()
     report.save()
     sys.exit(failed)
 

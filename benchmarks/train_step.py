@@ -129,9 +129,10 @@ class Bench:
         elif self.arguments.vocab_size:
             settings = [*settings, f"model.vocab_size={self.arguments.vocab_size}"]
         name, segment, tokens = f"{model}-{shape}", self.arguments.segment, shape.rows * shape.sequence_length
+        path = self.folder / f"{name}-{len(list(self.folder.glob(f'{name}-*.yaml')))}.yaml"
         values: dict[str, Any] = {
             "name": name,
-            "directory": str(self.folder / f"{name}-{len(list(self.folder.glob(f'{name}-*')))}"),
+            "directory": str(path.with_suffix("")),
             "model": base,
             "training": {
                 "steps": 1_000_000,  # it is ended before
@@ -146,7 +147,6 @@ class Bench:
                 "evaluation": {"every": 0},
             },
         }
-        path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(values))
         resolved = load(path, settings).model
         vocab_size = resolved.vocab_size
@@ -160,8 +160,8 @@ class Bench:
         path.write_text(config.to_yaml())
         return config, path
 
-    def ours(self, config: RunConfig, path: Path, counts: Sequence[int], gpu: int | None = None) -> Found | None:
-        """The run, as far as is needed. gpu: the only one that it sees. None: out of memory. Raises RuntimeError."""
+    def ours(self, config: RunConfig, path: Path, counts: Sequence[int], gpus: Sequence[int] = ()) -> Found | None:
+        """The run, as far as is needed. gpus: those that it sees; none: all. None: out of memory. Raises RuntimeError."""
         words, wanted, table = [], self.steps * len(counts), None
         if self.arguments.profile and config.training.segments == 1:
             # the profiler gets ready in a step that is not timed; every tenth step measures the update, which is not every step's
@@ -169,7 +169,7 @@ class Bench:
             words = [f"profile.skip_steps={first - 1}", "profile.steps=1"]  # of many micro-batches, which it takes a while to read
             table = config.folder / "profile" / f"step-{first:08d}-rank-0.txt"
         began = time.time()
-        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
         command = [*BATON, "train", str(path), *words]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
         deadline = time.monotonic() + max(60.0, self.left())
