@@ -1,10 +1,9 @@
 """Root-mean-square norms: over the whole width, over each head, and over a width that is split over the tensor group."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm, split_rms_norm
 from baton.models import cached_constants
 from baton.models.mixer_context import MixerContext
 from baton.models.settings.declarations import ParameterDeclaration
@@ -77,8 +76,9 @@ class SplitRMSNorm(nn.Module):
             return (normed.flatten(-2) * self.weight).to(dtype)
         if not self._split:
             return rms_norm(x, self.weight, self.eps, silu=silu, dtype=dtype)
-        x = (F.silu(x) if silu else x).to(self.weight.dtype)
-        squares = x.square().sum(-1, keepdim=True)
-        # every rank's outputs depend on the sum, so its gradient is summed over the group too
-        squares = copy_to_tensor_group(sum_over_tensor_group(squares))
-        return (x * torch.rsqrt(squares / self.width + self.eps) * self.weight).to(dtype)
+        return split_rms_norm(x, self.weight, self.eps, width=self.width, sum_over_ranks=_sum_over_ranks, silu=silu, dtype=dtype)
+
+
+def _sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum over the tensor group of what every rank's outputs depend on, so its gradient is summed too."""
+    return copy_to_tensor_group(sum_over_tensor_group(x))

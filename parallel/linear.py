@@ -16,10 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from baton.parallel.comm_timing import describe_collective, reported_wait
+from baton.parallel.comm_timing import describe_collective, reported_wait, timed_wait
 
 _NARROW = 512
 """Gradients of output parts with fewer columns are concatenated: a matmul for each would cost more than the copy."""
+
+_PIECE = 2048
+"""Rows from which a product that is summed over ranks is made in two pieces: the first one's sum is under way while the second one
+is computed. With fewer, launches would cost more than what is hidden."""
 
 _adding = False
 
@@ -49,6 +53,7 @@ def linear(
     *,
     split_sizes: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
+    sum_group: dist.ProcessGroup | None = None,
     return_input: bool = False,
 ) -> tuple[Tensor, ...]:
     """y = x W^T, in parts.
@@ -58,14 +63,16 @@ def linear(
         parameter: [out, in]; receives the gradient, in its own dtype.
         weight: the parameter in the compute dtype, without a graph.
         split_sizes: columns of the parts of y, one after the other; None: y is one part.
-        group: ranks whose gradients of x are summed in the backward pass, overlapped with the weight's gradient; None: no sum.
+        group: ranks whose gradients of x are summed in the backward pass, overlapped with the products; None: no sum.
+        sum_group: ranks whose y are summed, overlapped with the product; their gradients are y's on every rank. None: no sum.
         return_input: also return x first, for other readers of it: their gradient is the starting value of the input gradient's
             matmul, where autograd would add two tensors.
 
     Returns:
         y [.., size] of each part, in x's dtype; the parts are views of one tensor.
     """
-    found: tuple[Tensor, ...] = _Linear.apply(x, parameter, weight, tuple(split_sizes or (len(weight),)), group, return_input)
+    sizes = tuple(split_sizes or (len(weight),))
+    found: tuple[Tensor, ...] = _Linear.apply(x, parameter, weight, sizes, group, sum_group, return_input)
     return found
 
 
@@ -87,12 +94,13 @@ def accumulate_product(into: Tensor, a: Tensor, b: Tensor, *, first: bool) -> No
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, parameter: Tensor, weight: Tensor, split_sizes: tuple[int, ...], group: Any, return_input: bool
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, x: Tensor, parameter: Tensor, weight: Tensor, split_sizes: tuple[int, ...], group: Any, sum_group: Any,
+        return_input: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.parameter, ctx.split_sizes, ctx.group, ctx.return_input = parameter, split_sizes, group, return_input
-        y = F.linear(x, weight)
+        y = F.linear(x, weight) if sum_group is None else _summed_product(x, weight, sum_group)
         parts = (y,) if len(split_sizes) == 1 else y.split(split_sizes, dim=-1)
         return (x.view_as(x), *parts) if return_input else parts
 
@@ -103,16 +111,15 @@ class _Linear(torch.autograd.Function):
         dx, grads = (grads[0], grads[1:]) if ctx.return_input else (None, grads)
         runs = _runs(ctx.split_sizes, grads)
         for_x, for_weight = ctx.needs_input_grad[:2]
-        work = None
+        sums: list[Any] = []
         if for_x:
-            dx = _input_gradient(dx, runs, weight, x)
-            if ctx.group is not None:
-                work = dist.all_reduce(dx, group=ctx.group, async_op=True)
+            dx, sums = _input_gradient(dx, runs, weight, x, ctx.group)
         dweight = _weight_gradient(ctx.parameter, runs, x) if for_weight else None
-        if work is not None:
+        if sums:
             with reported_wait(describe_collective("all_reduce", ctx.group)):
-                work.wait()
-        return (dx if for_x else None), dweight, None, None, None, None
+                for work in sums:
+                    work.wait()
+        return (dx if for_x else None), dweight, None, None, None, None, None
 
 
 def _runs(split_sizes: Sequence[int], grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
@@ -150,18 +157,47 @@ def _side_by_side(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def _input_gradient(dx: Tensor | None, runs: Sequence[tuple[int, Tensor]], weight: Tensor, x: Tensor) -> Tensor:
-    """The input's gradient of all runs, added to dx, which must not be changed in place."""
-    total = None if dx is None else dx.reshape(-1, weight.shape[1])
-    for number, (begin, dy) in enumerate(runs):
-        rows = weight[begin : begin + dy.shape[1]]
-        if total is None:
-            total = dy @ rows
-        elif number == 0:
-            total = torch.addmm(total, dy, rows)
-        else:
-            total.addmm_(dy, rows)
-    return torch.zeros_like(x) if total is None else total.view(x.shape)
+def _pieces(rows: int, group: Any) -> list[slice]:
+    """Of rows whose products are summed over the group, each piece by itself."""
+    middle = rows // 2
+    return [slice(0, middle), slice(middle, rows)] if group is not None and middle >= _PIECE else [slice(0, rows)]
+
+
+def _summed_product(x: Tensor, weight: Tensor, group: Any) -> Tensor:
+    """x W^T summed over the group."""
+    rows, sums = x.reshape(-1, x.shape[-1]), []
+    y = x.new_empty(len(rows), len(weight))
+    for piece in _pieces(len(rows), group):
+        torch.mm(rows[piece], weight.mT, out=y[piece])
+        sums.append(dist.all_reduce(y[piece], group=group, async_op=True))
+    with timed_wait(describe_collective("all_reduce", group)):
+        for work in sums:
+            work.wait()
+    return y.view(*x.shape[:-1], len(weight))
+
+
+def _input_gradient(
+    dx: Tensor | None, runs: Sequence[tuple[int, Tensor]], weight: Tensor, x: Tensor, group: Any
+) -> tuple[Tensor, list[Any]]:
+    """The input's gradient of all runs, added to dx, which must not be changed in place; and the sums over the group that are under
+    way."""
+    total, sums = torch.empty_like(x, memory_format=torch.contiguous_format).view(-1, weight.shape[1]), []
+    before = None if dx is None else dx.reshape(total.shape)
+    for piece in _pieces(len(total), group):
+        into = total[piece]
+        for number, (begin, dy) in enumerate(runs):
+            matrix = weight[begin : begin + dy.shape[1]]
+            if number:
+                into.addmm_(dy[piece], matrix)
+            elif before is None:
+                torch.mm(dy[piece], matrix, out=into)
+            else:
+                torch.addmm(before[piece], dy[piece], matrix, out=into)
+        if not runs:
+            into.zero_() if before is None else into.copy_(before[piece])
+        if group is not None:
+            sums.append(dist.all_reduce(into, group=group, async_op=True))
+    return total.view(x.shape), sums
 
 
 def _weight_gradient(parameter: nn.Parameter, runs: Sequence[tuple[int, Tensor]], x: Tensor) -> Tensor | None:

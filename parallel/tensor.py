@@ -99,21 +99,18 @@ class RowParallelLinear(CastWeightCache, tensor_parallel.RowParallelLinear):
         declare(self.weight, ParameterLayout((out_features, in_features), init, split=1))
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        (y,) = linear(input, self.weight, self.cast_weight())
+        (y,) = linear(input, self.weight, self.cast_weight())  # megatron-core's forward scatters the sum
         return y
 
     def forward(self, x: Tensor, return_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """return_input: also return x in the compute dtype, for other readers of it, see `linear`. Not where y is scattered."""
-        x = x.to(self.compute_dtype)
-        if return_input:
-            x, y = linear(x, self.weight, self.cast_weight(), return_input=True)
-            return x, sum_over_tensor_group(y)
-        if self.sequence_parallel:
-            x = pad_to_parts(x.flatten(0, 1), self.config.tensor_model_parallel_size)
-        elif self.config.tensor_model_parallel_size == 1:
-            return self._forward_impl(x, self.weight)
-        y, _ = super().forward(x)
-        return y
+        x, ranks = x.to(self.compute_dtype), self.config.tensor_model_parallel_size
+        if self.sequence_parallel and not return_input:
+            y, _ = super().forward(pad_to_parts(x.flatten(0, 1), ranks))
+            return y
+        group = self.tp_group if ranks > 1 else None
+        *before, y = linear(x, self.weight, self.cast_weight(), sum_group=group, return_input=return_input)
+        return (before[0], y) if return_input else y
 
 
 class VocabParallelEmbedding(CastWeightCache, tensor_parallel.VocabParallelEmbedding):

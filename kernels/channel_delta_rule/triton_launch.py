@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
-from baton.kernels.delta_rule.triton_launch import ODD_WARPS, SMALL, DeltaRuleLaunch, LaunchConfig
+from baton.kernels.delta_rule.triton_launch import SMALL, DeltaRuleLaunch, LaunchConfig
 from baton.kernels.gated_linear_attention.launch_args import QKV, PreparedGates, Side
 from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch
 
@@ -71,7 +71,8 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
     ) -> None:
         launch, v = self.gla, self.gla.given.v
         X, Y = launch.sizes
-        options = self.chunk_loop_options(self.config.values, num_warps=self.config.warps_walk)
+        warps = self.warps_for(self.config.warps_walk, self.read_k, v)
+        options = self.chunk_loop_options(self.config.values, num_warps=warps)
         columns = Y if u is not None else Y + X
         _kernels.channel_u_kernel[(-(-columns // options["BY"]), launch.batch * launch.heads, -(-launch.chunks // piece))](
             self.read_k, self.prepared.written, self.whole, v, self.beta, inverse, launch.or_v(first), launch.or_v(u),
@@ -95,10 +96,9 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         u, states, _, transitions = self.compute_u(inverse, first)
         scores = launch.launch_scores(q, k, sums, gated=True)
         dr, cotangents = launch.new(*shape, dtype=launch.kept), torch.empty_like(states)
-        whole_rows = all(x.stride(1) * x.element_size() % 16 == 0 for x in (self.read_k, dy))
 
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
-            warps = self.config.warps_backward if whole_rows else min(self.config.warps_backward, ODD_WARPS)
+            warps = self.warps_for(self.config.warps_backward, self.read_k, dy)
             options = self.chunk_loop_options(self.config.values_backward, num_warps=warps, num_stages=self.config.stages_backward)
             _kernels.channel_u_backward_kernel[(-(-Y // options["BY"]), rows, pieces)](
                 self.prepared.read, self.read_k, self.prepared.written, self.whole, self.beta, dy, scores, inverse,

@@ -28,9 +28,10 @@ KERNEL = "delta_rule"
 SMALL = 32
 """Columns of d_key and d_value that the inversion, and the computation for beta = 0, process per iteration."""
 ODD_WARPS = 2
-"""Maximum number of warps of the backward state loop if rows are not 16-byte aligned, so that its matmuls are not compiled to
-wgmma. For wgmma with unaligned loads, ptxas 12.8 (Triton's) generates a kernel that loses a matrix descriptor and crashes with an
-illegal address (d_key 33, d_value 5, bfloat16, with decays). ptxas 13.0 does not."""
+"""Maximum number of warps of a state loop if rows are not 16-byte aligned, so that its matmuls are not compiled to wgmma: of the
+backward loop, and of both if there is a decay per channel. For wgmma with unaligned loads, ptxas 12.8 (Triton's) generates a kernel
+that loses a matrix descriptor and crashes with an illegal address (d_key 33, d_value 5, bfloat16, with decays). ptxas 13.0 does
+not."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,12 @@ class DeltaRuleLaunch:
         X, Y = self.gla.sizes
         return self.options(BX=max(16, launch_utils.next_power_of_2(X)), BY=self.gla.block(Y, values), **own)
 
+    @staticmethod
+    def warps_for(warps: int, *rows: Tensor) -> int:
+        """Warps of a state loop that reads rows of these tensors [B, T, ..]; see ODD_WARPS."""
+        aligned = all(x.stride(1) * x.element_size() % 16 == 0 for x in rows)
+        return warps if aligned else min(warps, ODD_WARPS)
+
     def chunks_per_piece(self, blocks: int) -> int:
         """Number of chunks in each piece of the sequence, for this number of programs per head."""
         launch = self.gla
@@ -251,10 +258,9 @@ class DeltaRuleLaunch:
         u, states, _, transitions = self.compute_u(inverse, first)
         scores = launch.launch_scores(q, k, self.sums, gated=True)
         dr, cotangents = launch.new(*shape, dtype=launch.kept), torch.empty_like(states)
-        whole_rows = all(x.stride(1) * x.element_size() % 16 == 0 for x in (q, k, dy))
 
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
-            warps = self.config.warps_backward if whole_rows else min(self.config.warps_backward, ODD_WARPS)
+            warps = self.warps_for(self.config.warps_backward, q, k, dy)
             options = self.chunk_loop_options(self.config.values_backward, num_warps=warps, num_stages=self.config.stages_backward)
             _backward_kernels.wy_u_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
                 q, k, self.beta, launch.or_v(self.sums), dy, launch.or_v(launch.pos), scores, inverse, launch.or_v(arriving), dr,

@@ -4,12 +4,14 @@ Arithmetic is in the weight's dtype, float32; inputs are converted on load and t
 all of it, so that no intermediate tensor is written to memory.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_tensor
-from baton.kernels.rms_norm.triton_launch import rms_norm_triton, use_triton
+from baton.kernels.rms_norm.triton_launch import rms_norm_triton, split_rms_norm_triton, use_triton
 
 _KERNEL = "rms_norm"
 
@@ -58,6 +60,35 @@ def fused_add_rms_norm(
         return rms_norm_triton(x, weight, eps, dtype, added, from_y=True)
     x = x if added is None else x + added.to(x.dtype)
     return x, _plain(x, weight, eps, dtype)
+
+
+def split_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    width: int,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    silu: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`rms_norm` of rows whose features are split over ranks. On a GPU a pass is two launches and the sum between them.
+
+    Args:
+        x: [..., this rank's features]; weight: of these. As in `rms_norm`, silu and dtype too.
+        width: features of all ranks together.
+        sum_over_ranks: maps one number per row, [rows], to their sums over all ranks; it may work in place. Its backward sums the
+            gradient over all ranks too, for every rank's y depends on the sum.
+
+    Returns, raises: as `rms_norm`.
+    """
+    _check(x, weight)
+    dtype = dtype or weight.dtype
+    if use_triton(x, weight):
+        return split_rms_norm_triton(x, weight, eps, dtype, width, sum_over_ranks, silu=silu)
+    x = (F.silu(x) if silu else x).to(weight.dtype)
+    squares = sum_over_ranks(x.square().sum(-1).flatten()).view(*x.shape[:-1], 1)
+    return (x * torch.rsqrt(squares / width + eps) * weight).to(dtype)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

@@ -1,6 +1,6 @@
 """RMSNorm on a GPU: launches the kernels of `triton_kernels` and defines their gradient."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -34,6 +34,15 @@ def rms_norm_triton(
     # float16 ends where a small weight's share of y begins
     stream, y = _RMSNorm.apply(x, weight, added, eps, dtype, silu, from_y and dtype != torch.float16, blocks)
     return stream, y
+
+
+def split_rms_norm_triton(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, width: int, sum_over_ranks: Callable[[Tensor], Tensor], *,
+    silu: bool = False, blocks: int = _BLOCKS,
+) -> Tensor:  # fmt: skip
+    """As `op.split_rms_norm`, which checks the arguments. blocks: of rows, of a program that sums the weight's gradient."""
+    y: Tensor = _SplitRMSNorm.apply(x, weight, eps, dtype, width, sum_over_ranks, silu, blocks)
+    return y
 
 
 @cache
@@ -93,3 +102,38 @@ class _RMSNorm(torch.autograd.Function):
             HAS_DSTREAM=dstream is not None, ADD=own, SILU=ctx.silu, FROM_Y=ctx.from_y, BLOCKS=ctx.blocks, **sizes,
         )  # fmt: skip
         return dx, shares.sum(0), None if ctx.added is None else dadded, *(None,) * 5
+
+
+class _SplitRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, width: int,
+        sum_over_ranks: Callable[[Tensor], Tensor], silu: bool, blocks: int,
+    ) -> Tensor:  # fmt: skip
+        x, weight = x.contiguous(), launch_utils.contiguous_aligned(weight)
+        sizes, rows = launch_sizes(x.shape[-1]), x.numel() // x.shape[-1]
+        grid = (-(-rows // sizes["BR"]),)
+        own, y = torch.empty(rows, dtype=torch.float32, device=x.device), torch.empty_like(x, dtype=dtype)
+        _kernels.rms_norm_split_squares_kernel[grid](x, own, rows, SILU=silu, **sizes)
+        squares = sum_over_ranks(own)
+        _kernels.rms_norm_split_forward_kernel[grid](x, weight, squares, y, rows, float(width), eps, SILU=silu, **sizes)
+        ctx.save_for_backward(x, weight, squares)
+        ctx.eps, ctx.width, ctx.sum_over_ranks, ctx.silu, ctx.blocks = eps, float(width), sum_over_ranks, silu, blocks
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight, squares = ctx.saved_tensors
+        sizes, rows, dy, dx = backward_launch_sizes(x.shape[-1]), len(squares), dy.contiguous(), torch.empty_like(x)
+        programs = -(-rows // (sizes["BR"] * ctx.blocks))
+        shares, own = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device), torch.empty_like(squares)
+        given = (rows, ctx.width, ctx.eps)
+        _kernels.rms_norm_split_along_kernel[(programs,)](
+            x, weight, squares, dy, own, shares, *given, SILU=ctx.silu, BLOCKS=ctx.blocks, **sizes
+        )
+        along, sizes = ctx.sum_over_ranks(own), launch_sizes(x.shape[-1])
+        _kernels.rms_norm_split_backward_kernel[(-(-rows // sizes["BR"]),)](
+            x, weight, squares, along, dy, dx, *given, SILU=ctx.silu, **sizes
+        )
+        return dx, shares.sum(0), *(None,) * 6

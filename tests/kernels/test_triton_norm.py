@@ -7,8 +7,8 @@ from support.compare import relative_error
 from support.recurrences import seeded
 
 from baton.kernels.errors import KernelError
-from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm
-from baton.kernels.rms_norm.triton_launch import rms_norm_triton
+from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm, split_rms_norm
+from baton.kernels.rms_norm.triton_launch import rms_norm_triton, split_rms_norm_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
@@ -57,6 +57,49 @@ def test_a_norm_of_silu(run, dtype):
         found.append([y, *torch.autograd.grad(y, (own, w), dy.to(place, y.dtype))])
     for name, want, have in zip(("y", "dx", "dweight"), *found, strict=True):
         assert relative_error(have.double().cpu(), want) <= LIMITS[dtype], name
+
+
+@pytest.mark.parametrize("silu", [False, True], ids=["plain", "silu"])
+@pytest.mark.parametrize(("run", "dtype"), [("op", torch.float32), *(("kernel", dtype) for dtype in LIMITS)], ids=str)
+def test_rows_are_split_over_ranks(run, dtype, silu):
+    """Of two ranks with 90 of 150 features and 60: each one's part of the norm over all, where the other's part of the sums is
+    known. Ranks' losses are of the same outputs, so the other's gradient of the sum is this one's."""
+    g = seeded(0)
+    x, weight = 3 * torch.randn(7, 10, 150, generator=g).to(dtype), torch.randn(150, generator=g)
+    dy = torch.randn(7, 10, 150, generator=g).to(dtype)
+    own, w = (t.double().requires_grad_() for t in (x, weight))
+    y = F.rms_norm(F.silu(own) if silu else own, (150,), w, EPS)
+    wanted = [y, *torch.autograd.grad(y, (own, w), dy.double())]
+    with torch.no_grad():  # what the ranks sum, forwards and backwards
+        mapped = F.silu(x.double()) if silu else x.double()
+        squares = mapped.square()
+        along = dy.double() * weight * mapped * torch.rsqrt(squares.mean(-1, keepdim=True) + EPS)
+        if run == "op":  # in which the gradient of the sum of squares is summed: along / (-2 width (mean + eps))
+            along = along / (-2 * 150 * (squares.mean(-1, keepdim=True) + EPS))
+    place = "cpu" if run == "op" else DEVICE
+    for part in (slice(0, 90), slice(90, 150)):
+        others = [(whole.sum(-1) - whole[..., part].sum(-1)).flatten().to(place, torch.float32) for whole in (squares, along)]
+
+        class Summed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, own_squares, others=others):
+                return own_squares + others[0]
+
+            @staticmethod
+            def backward(ctx, grad, others=others):
+                return grad + others[1]
+
+        calls = iter(others)
+        x_part, w_part = (t[..., part].to(place).requires_grad_() for t in (x, weight))
+        if run == "op":
+            have = split_rms_norm(x_part, w_part, EPS, width=150, sum_over_ranks=Summed.apply, silu=silu, dtype=dtype)
+        else:
+            have = split_rms_norm_triton(
+                x_part, w_part, EPS, dtype, 150, lambda own, calls=calls: own + next(calls), silu=silu, blocks=3
+            )
+        found = [have, *torch.autograd.grad(have, (x_part, w_part), dy[..., part].to(place))]
+        for name, want, got in zip(("y", "dx", "dweight"), wanted, found, strict=True):
+            assert relative_error(got.double().cpu(), want[..., part]) <= LIMITS[dtype], name
 
 
 @pytest.mark.parametrize("run", [fused_add_rms_norm, rms_norm_triton], ids=["op", "kernel"])

@@ -443,6 +443,12 @@ def _norm_kernels():
     yield "norm, of silu, forward", triton_kernels.rms_norm_forward_kernel, silu, warps, types
     back_sizes = {**silu, **_without_warps(backward_launch_sizes(2048)), "BLOCKS": 32, "HAS_DSTREAM": False}
     yield "norm, of silu, backward", triton_kernels.rms_norm_backward_kernel, back_sizes, warps, types
+    split = {**launch_sizes(1024), "SILU": True}
+    warps, types = split.pop("num_warps"), {**dict.fromkeys(("weight", "squares", "along", "dweight"), "fp32"), "width": "=fp32"}
+    for part in ("squares", "forward", "backward"):
+        yield f"norm, split, {part}", getattr(triton_kernels, f"rms_norm_split_{part}_kernel"), split, warps, types
+    back_sizes = {**split, **_without_warps(backward_launch_sizes(1024)), "BLOCKS": 32}
+    yield "norm, split, along", triton_kernels.rms_norm_split_along_kernel, back_sizes, warps, types
 
 
 def _gate_kernels():

@@ -67,7 +67,7 @@ RULES = (
     Rule(
         "norm",
         kernels=("rms_norm",),
-        functions=("_RMSNorm",),
+        functions=("_RMSNorm", "_SplitRMSNorm"),
         name=r"rms_?norm|layer_?norm",
         scope=r"^aten::_?(fused_)?(rms|layer|native_layer)_norm",
     ),
