@@ -83,11 +83,15 @@ def case_of(model: str, layout: str, gpus: int, count: int, wide: Shape, long: S
     return Case(model, tuple(pairs), wide, micro_batches, wide)
 
 
-def words_of(case: Case, arguments: argparse.Namespace) -> list[str]:
+def words_of_layout(case: Case) -> list[str]:
+    """Settings of a run."""
     names = {"sequence_parallel": "tensor"}
     words = [f"layout.{names.get(name, name)}={ranks}" for name, ranks in case.sizes]
-    words += ["layout.sequence_parallel=true"] if "sequence_parallel" in dict(case.sizes) else []
-    words += [f"training.global_batch_tokens={case.tokens}"]
+    return words + (["layout.sequence_parallel=true"] if "sequence_parallel" in dict(case.sizes) else [])
+
+
+def words_of(case: Case, arguments: argparse.Namespace) -> list[str]:
+    words = [*words_of_layout(case), f"training.global_batch_tokens={case.tokens}"]
     words += ["training.recompute=selective"] if arguments.selective else []
     words += ["training.recompute=full"] if arguments.recompute else []
     return words + (["training.cuda_graphs=true"] if arguments.graphs else [])

@@ -1,4 +1,5 @@
-"""Tables of everything measured, from results: docs/measured.md, docs/floors.md, docs/loss-curves.svg, and rows in README.md.
+"""Tables of everything measured, from results: docs/measured.md, docs/floors.md, docs/loss-curves.svg, and rows in README.md; and
+docs/planned.md.
 
 Nothing in them is typed by hand. `make tables` writes them, and tests/test_architecture.py fails when a result has changed and
 they have not.
@@ -12,6 +13,7 @@ from typing import Any
 import floors
 import kernel_version
 import loss_picture
+import predictions
 import report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,6 +130,7 @@ def pages(found: dict[str, list[dict[str, Any]]]) -> dict[Path, str]:
     return {
         ROOT / "docs" / "measured.md": measured(found),
         ROOT / "docs" / "floors.md": floors.page(RESULTS),
+        ROOT / "docs" / "planned.md": predictions.page(found["scaling"]),
         ROOT / "docs" / "loss-curves.svg": loss_picture.page(RESULTS),
         readme: between.sub(lambda _: figures, readme.read_text(encoding="utf-8"), count=1),
     }
