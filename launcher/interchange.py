@@ -153,9 +153,10 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
     config = read_config(run / "config.yaml")
     model = with_known_vocabulary(config).model
     try:
-        family = family_of_model(model)
+        weights = whole_weights(checkpoint)
+        family = family_of_model(model, weights)
         values = family.config(model)
-        theirs = to_theirs(family.maps(model), whole_weights(checkpoint))
+        theirs = to_theirs(family.maps(model), weights)
     except InterchangeError as error:
         raise ConfigError(f"{run}: {error}") from None
     if dtype is not None:
