@@ -24,6 +24,7 @@ CASES = {
     "gla, tied, with a feature map": ("GLA", {"num_heads": 4, "expand_v": 2.0, "feature_map": "relu", "tie_word_embeddings": True}),
     "gla, without a gate": ("GLA", {"num_heads": 2, "use_output_gate": False}),
     "gsa": ("GSA", {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5, "norm_eps": 1e-5}),
+    "gsa, tied": ("GSA", {"num_heads": 2, "num_slots": None, "norm_eps": 1e-5, "tie_word_embeddings": True}),
     "hgrn2": ("HGRN2", {"expand_ratio": 16, "norm_eps": 1e-5, "num_hidden_layers": 4}),
     "hgrn2, tied, without bounds": (
         "HGRN2",
@@ -56,7 +57,15 @@ READ_ALONE = {
     "transformer": ("Transformer", {"num_heads": 4, "num_kv_heads": 2}),
     "transformer, all options": (
         "Transformer",
-        {"num_heads": 4, "qkv_bias": True, "qk_norm": True, "norm_eps": 1e-5, "window_size": 6, "rope_theta": 500.0},
+        {
+            "num_heads": 4,
+            "qkv_bias": True,
+            "qk_norm": True,
+            "norm_eps": 1e-5,
+            "window_size": 6,
+            "rope_theta": 500.0,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 
@@ -164,15 +173,17 @@ def fla_model(name, **changes):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_of_fla_is_theirs_and_is_written_as_it_was_read(case, plain, tmp_path):
-    """Logits, all gradients, tensors to the bit, and the configuration when fla has read it."""
+    """Logits, all gradients, tensors to the bit, and the configuration when fla has read it. From one file, or several."""
     name, changes = CASES[case]
     theirs = fla_model(name, **changes)
-    model = assert_import_is_theirs(theirs, tmp_path, use_cache=False)
+    model = assert_import_is_theirs(theirs, tmp_path, shard="20KB" if theirs.config.tie_word_embeddings else "5GB", use_cache=False)
+    stored = {key: x for file in (tmp_path / "theirs").glob("*.safetensors") for key, x in load_file(file).items()}
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == model.tie_embeddings
     family = family_of_model(model)
     assert family.model_type == theirs.config.model_type
 
     written = to_theirs(family.maps(model), load_file(tmp_path / "ours.safetensors"))
-    for key, x in load_file(tmp_path / "theirs" / "model.safetensors").items():
+    for key, x in stored.items():
         if key == "model.lower_bounds":  # through sigmoids, and known but for what a softmax does not see
             assert relative_error(written[key], x - x.mean(0)) <= 1e-5
         else:

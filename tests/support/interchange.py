@@ -51,9 +51,10 @@ def logits_of(model, tokens):
     return model.logits(hidden)[..., : model.config.vocab_size]
 
 
-def assert_import_is_theirs(theirs, folder, **words):
-    """Save their model in folder/theirs, import it as folder/ours and compare; returns the settings. words: of their forward."""
-    theirs.save_pretrained(folder / "theirs")
+def assert_import_is_theirs(theirs, folder, shard="5GB", **words):
+    """Save their model in folder/theirs, import it as folder/ours and compare; returns the settings. shard: size of a file at most.
+    words: of their forward."""
+    theirs.save_pretrained(folder / "theirs", max_shard_size=shard)
     assert main(["import", str(folder / "theirs"), "--out", str(folder / "ours")]) == 0
     model = ModelConfig.model_validate(yaml.safe_load((folder / "ours.yaml").read_text()))
     tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
