@@ -10,7 +10,8 @@ of longer ones says nothing.
 
     python benchmarks/needles.py [--steps 2500] [--folder FOLDER] [--cpu | --tiny]
 
---cpu: 128 channels and documents of up to 256 tokens, to see on two cores in an hour that the documents teach it; --tiny: two steps, to see that the program runs. Neither writes results.
+--cpu: 128 channels and documents of up to 256 tokens, to see on two cores in an hour that the documents teach it; --tiny: two
+steps, to see that the program runs. Neither writes results.
 """
 
 import argparse
@@ -148,7 +149,7 @@ class Trainings:
         held = min(20_000, len(lines) // 10)
         self.text.write_text("".join(lines[:held]))  # asked about; not learnt
         lines, model = lines[held:], folder / "tokenizer.json"
-        # so many that runs of three digits are tokens, as far as the vocabulary goes: the fewer of a number, the sooner it is learnt
+        # so many that three digits are a token, where the vocabulary is large enough: a number of few is learnt sooner
         statements = "\n".join(statement for n in range(400) for statement in needle_statements(random.Random(f"{n}"), 300))
         some = "".join(lines[:60_000])
         train_tokenizer(iter([some, statements]), model, size.vocabulary, kind="hf-bpe")
