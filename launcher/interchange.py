@@ -42,6 +42,10 @@ SHARD_BYTES = 5 << 30
 """Bytes of an exported file at most; larger models are written as several with an index."""
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+LFS = b"version https://git-lfs"
+"""How a file begins that stands for another one, in a clone without Git LFS."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types of weights that are read."""
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -58,7 +62,8 @@ class ReadModel:
 def read_model(folder: Path) -> ReadModel:
     """Reads a model from another library's folder.
 
-    Raises ConfigError for a folder that is none, an unknown architecture, and tensors that are missing, unknown or of other shapes.
+    Raises ConfigError for a folder that is none, an unknown architecture, and tensors that are missing, unknown, of other shapes,
+    of other types than DTYPES, or not finite.
     """
     config = _json(folder / "config.json")
     try:
@@ -69,6 +74,7 @@ def read_model(folder: Path) -> ReadModel:
         theirs = dict(_tensors(folder))
         if model.tie_embeddings and family.head in theirs and not torch.equal(theirs[family.head], theirs[family.embedding]):
             raise InterchangeError(f"tie_word_embeddings is true, but {family.head} is not {family.embedding}")
+        _check_numbers(theirs)
         ours = {name: x.float() for name, x in to_ours(family.maps(model), theirs, ignored).items()}
     except InterchangeError as error:
         raise ConfigError(f"{folder}: {error}") from None
@@ -153,9 +159,10 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
     config = read_config(run / "config.yaml")
     model = with_known_vocabulary(config).model
     try:
-        family = family_of_model(model)
+        weights = whole_weights(checkpoint)
+        family = family_of_model(model, weights)
         values = family.config(model)
-        theirs = to_theirs(family.maps(model), whole_weights(checkpoint))
+        theirs = to_theirs(family.maps(model), weights)
     except InterchangeError as error:
         raise ConfigError(f"{run}: {error}") from None
     if dtype is not None:
@@ -191,8 +198,17 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
 
 
 def _json(path: Path) -> dict[str, Any]:
+    """An object, without two values of one name. Raises ConfigError."""
+
+    def named(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+            raise ConfigError(f"{path}: {twice} is there twice; download it again")
+        return found
+
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=named)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a folder with config.json and weights") from None
     except ValueError as error:
@@ -214,10 +230,14 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     places = _json(folder / index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) and Path(name).name == name for name in places.values()):
         raise ConfigError(f"{folder / index}: no weight_map from tensors to files of this folder")
-    if missing := sorted({name for name in places.values() if not (folder / name).exists()}):
+    if missing := sorted({name for name in places.values() if not (folder / name).is_file()}):
         raise ConfigError(f"{folder}: {missing[0]} is missing, which {index} names; download it again")
     for name in dict.fromkeys(places.values()):
         found = _file(folder / name)
+        if others := [key for key in found if places.get(key) != name]:
+            where = places.get(others[0])
+            said = f"has it in {where}" if where else "does not name it"
+            raise ConfigError(f"{folder / name}: {others[0]} is in this file, and {index} {said}; download all files again")
         for key in [key for key, where in places.items() if where == name]:
             if key not in found:
                 raise ConfigError(f"{folder / name}: no tensor {key}, which {index} says is there")
@@ -226,6 +246,11 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _file(path: Path) -> dict[str, Tensor]:
     try:
+        with path.open("rb") as file:
+            if file.read(len(LFS)) == LFS:
+                raise ConfigError(
+                    f"{path}: the file that Git LFS would put there is not there yet; run `git lfs pull` in its folder"
+                )
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
@@ -237,6 +262,18 @@ def _file(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
         raise ConfigError(f"{path}: not a dictionary of tensors")
     return found
+
+
+def _check_numbers(tensors: dict[str, Tensor]) -> None:
+    """Raises InterchangeError for numbers that are no weights."""
+    for name, x in tensors.items():
+        if x.dtype not in DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise InterchangeError(
+                f"{name} is of {str(x.dtype).removeprefix('torch.')}; Baton reads {known}, which are not quantised"
+            )
+        if (others := x.numel() - int(x.isfinite().sum())) > 0:
+            raise InterchangeError(f"{others} of {x.numel()} values of {name} are not finite; take the weights of an earlier step")
 
 
 # ---------------------------------------------------------------------------------------------------------------------- writing

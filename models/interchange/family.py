@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import InterchangeError, TensorMap
 from baton.models.settings import MixerConfig
@@ -63,6 +65,10 @@ class Family(ABC):
         """Whether every layer of a model has this family's sub-blocks, all with the same settings."""
         layers = {tuple(model.mixers[name].kind for name in layer) for layer in model.layers}
         return layers == {self.kinds} and len(model.mixers) == len(self.kinds)
+
+    def holds(self, model: ModelConfig, weights: Mapping[str, Tensor]) -> bool:
+        """Whether the format has a model of this family with these weights, by Baton's names."""
+        return True
 
     def keeps_float32(self, model: ModelConfig, name: str) -> bool:
         """Whether a tensor of theirs stays float32 in an export of a lower precision."""

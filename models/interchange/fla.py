@@ -1,11 +1,10 @@
-"""flash-linear-attention's models of a recurrence and a gated MLP in each layer: GLA, GSA and RetNet, and those
-of the delta rule in `fla_delta_rule`; and its Transformer, which is read alone: Baton writes one in transformers' formats, which
+"""flash-linear-attention's models of a recurrence and a gated MLP in each layer: GLA, GSA and RetNet, those of the delta rule in
+`fla_delta_rule`, HGRN2 in `fla_hgrn2`; and its Transformer, which is read alone: Baton writes one in transformers' formats, which
 need no FlashAttention.
 
 Read are those settings with which fla's layer computes what Baton's mixer does; others are refused by key and value. A model of
 Baton's has one norm_eps, and fla's code has constants beside its own: GSA's output norm and the norms of the Transformer's queries
-and keys have 1e-5, the lengths of the delta rule's queries and keys have 1e-6, whatever config.json says. HGRN2 is not read: its
-lower bounds are learned, for each channel, and the scale of its outputs is not in front of a norm with Baton's constant.
+and keys have 1e-5, the lengths of the delta rule's queries and keys have 1e-6, whatever config.json says.
 """
 
 from abc import abstractmethod

@@ -48,7 +48,7 @@ class TensorMap:
     def to_theirs(self, ours: Mapping[str, Tensor]) -> Tensor:
         """The other format's tensor. Raises InterchangeError for a tensor of another shape."""
         for name, shape in self.parts:
-            _check(name, ours, shape)
+            checked(name, ours, shape)
         pieces = [self._reordered(name, ours[name], ours=False) for name, _ in self.parts]
         if self.by_head is not None:
             found = torch.cat([x.unflatten(0, (self.by_head, -1)) for x in pieces], dim=1).flatten(0, 1)
@@ -62,8 +62,7 @@ class TensorMap:
 
     def to_ours(self, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Baton's tensors by name. Raises InterchangeError for a tensor that is missing or of another shape."""
-        _check(self.theirs, theirs, self.shape)
-        whole = theirs[self.theirs]
+        whole = checked(self.theirs, theirs, self.shape)
         if self.axis is not None:
             whole = whole.squeeze(self.axis)
         if self.rows is not None:
@@ -110,8 +109,10 @@ def to_theirs(maps: Iterable[TensorMap], ours: Mapping[str, Tensor]) -> dict[str
     return {one.theirs: one.to_theirs(ours) for one in maps}
 
 
-def _check(name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:
+def checked(name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """A tensor by name. Raises InterchangeError where it is missing or of another shape."""
     if name not in tensors:
         raise InterchangeError(f"there is no tensor {name}, which the configuration promises")
     if tuple(tensors[name].shape) != shape:
         raise InterchangeError(f"{name} has shape {tuple(tensors[name].shape)}, and the configuration promises {shape}")
+    return tensors[name]

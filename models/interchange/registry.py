@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from baton.models.config import ModelConfig
 from baton.models.interchange.family import Family
 from baton.models.interchange.fla import FlaGLA, FlaGSA, FlaRetNet, FlaTransformer
 from baton.models.interchange.fla_delta_rule import FlaDeltaNet, FlaGatedDeltaNet, FlaKDA
+from baton.models.interchange.fla_hgrn2 import FlaHGRN2
 from baton.models.interchange.llama import Llama, Mistral, Qwen2, Qwen3
 from baton.models.interchange.mamba import FalconMamba, Mamba, Mamba2
 from baton.models.interchange.mamba_ssm import ReleasedMamba, ReleasedMamba2
@@ -28,6 +31,7 @@ FAMILIES: tuple[Family, ...] = (
     FlaGLA(),
     FlaGSA(),
     FlaRetNet(),
+    FlaHGRN2(),
     FlaDeltaNet(),
     FlaGatedDeltaNet(),
     FlaKDA(),
@@ -46,10 +50,11 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
     raise InterchangeError(f"config.json: architectures={config.get('architectures')}: not read; known: {known}, and mamba_ssm's")
 
 
-def family_of_model(model: ModelConfig) -> Family:
-    """The family in whose format a model can be written. Raises InterchangeError where there is none."""
+def family_of_model(model: ModelConfig, weights: Mapping[str, Tensor] | None = None) -> Family:
+    """The family in whose format a model can be written. weights: by Baton's names; None: weights that every format of such models
+    has. Raises InterchangeError where there is none."""
     for family in FAMILIES:
-        if family.fits(model):
+        if family.fits(model) and (weights is None or family.holds(model, weights)):
             return family
     kinds = ", ".join(dict.fromkeys(settings.kind for settings in model.mixers.values()))
     raise InterchangeError(

@@ -2,14 +2,15 @@
 
 Source: Qin et al. 2024, "HGRN2: Gated Linear RNNs with State Expansion", section 3.2; flash-linear-attention's layer, with which
 GSA's paper compares, for what the paper does not specify (silu on the output gate only, RMSNorm over the whole width). The lower
-bound of the forget gates is a setting here and not learned. Heads are split over the tensor group.
+bounds of the forget gates are a setting, or learned by each layer. The paper's are sums of one softmax over all layers, a parameter
+that every pipeline stage would have to share. Heads are split over the tensor group.
 
 Shapes: B batch, T time, M d_model, H this rank's heads, V d_value.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import State
@@ -28,6 +29,7 @@ class HGRN2(Mixer, settings=HGRN2Config):
 
     config: HGRN2Config
     in_proj: ColumnParallelLinear
+    bound: nn.Parameter
     norm: SplitRMSNorm
     out_proj: RowParallelLinear
 
@@ -43,7 +45,7 @@ class HGRN2(Mixer, settings=HGRN2Config):
             v.unflatten(2, (-1, d_value)),
             g.unflatten(2, (-1, d_key)),
         )
-        recurrence = GatedLinearAttention("key")
+        recurrence = GatedLinearAttention("key", scale=d_key**-0.5 if self.config.scale_queries else 1.0)
         o_BTHV, final_state = self.run_recurrence(
             recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
         )
@@ -52,7 +54,9 @@ class HGRN2(Mixer, settings=HGRN2Config):
     def forget(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """g = log a and k = 1 - a from the forget gates' logits f. k is not computed by subtraction, which loses precision for
         gates near 1."""
-        bound = self.config.lower_bound
-        k = (1 - bound) * torch.sigmoid(-f)
+        if self.config.bounds == "learned":
+            k = torch.sigmoid(-self.bound) * torch.sigmoid(-f)
+        else:
+            k = (1 - self.config.lower_bound) * torch.sigmoid(-f)
         # without a bound a may underflow to 0, where only logsigmoid gives the logarithm
-        return torch.log1p(-k) if bound else F.logsigmoid(f), k
+        return torch.log1p(-k) if self.config.lower_bound else F.logsigmoid(f), k

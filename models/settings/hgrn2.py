@@ -1,9 +1,11 @@
 """Settings of HGRN2."""
 
+import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from baton.models.initializers import Constant
 from baton.models.settings.cost_model import (
     MixerCosts,
     SavedTensor,
@@ -13,7 +15,7 @@ from baton.models.settings.cost_model import (
     saved_by_split_norm,
     saved_scores,
 )
-from baton.models.settings.declarations import ParameterDeclaration, column, output, split_norm
+from baton.models.settings.declarations import ParameterDeclaration, column, output, split, split_norm
 from baton.models.settings.linear_attention import HeadSizes, LinearAttentionConfig, whole
 
 
@@ -28,9 +30,25 @@ class HGRN2Config(LinearAttentionConfig):
         0.0,
         ge=0,
         lt=1,
-        description="lower bound of the forget gate. The paper learns bounds that increase with depth from 0; here, give deeper "
-        "layers of the pattern a name of their own with a larger bound",
+        description="lower bound of the forget gate. The paper's increase with depth from 0; here, give deeper layers of the "
+        "pattern a name of their own with a larger bound",
     )
+    bounds: Literal["fixed", "learned"] = Field(
+        "fixed",
+        description="fixed: lower_bound itself. learned: a bound for each channel, which begins as lower_bound. The paper's "
+        "are sums of a softmax over the layers; here each layer's are its own, so that they may also decrease with depth",
+    )
+    scale_queries: bool = Field(
+        False,
+        description="divide queries by sqrt(d_key), as flash-linear-attention does; of that the output norm leaves nothing but "
+        "another share of norm_eps",
+    )
+
+    @model_validator(mode="after")
+    def _a_bound_that_is_learned_is_above_0(self) -> "HGRN2Config":
+        if self.bounds == "learned" and not self.lower_bound:
+            raise ValueError("bounds=learned needs lower_bound > 0, with which they begin; leave layers without one fixed")
+        return self
 
     def head_sizes(self, d_model: int) -> HeadSizes:
         heads = self.heads or whole("heads", "d_model / d_key", d_model, self.d_key)
@@ -40,9 +58,15 @@ class HGRN2Config(LinearAttentionConfig):
         heads, d_key, d_value = self.head_sizes(d_model)
         return (
             column("in_proj", d_model, {"q": heads * d_key, "f": heads * d_key, "v": heads * d_value}),
+            *((split("bound", heads * d_key, init=Constant(self._logit)),) if self.bounds == "learned" else ()),
             split_norm("norm", heads * d_value),
             output("out_proj", heads * d_value, d_model),
         )
+
+    @property
+    def _logit(self) -> float:
+        """Of which lower_bound is the sigmoid."""
+        return math.log(self.lower_bound / (1 - self.lower_bound))
 
     def activation_costs(self, d_model: int) -> MixerCosts:
         heads, d_key, d_value = self.head_sizes(d_model)

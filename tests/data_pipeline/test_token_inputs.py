@@ -159,6 +159,10 @@ def damaged_megatron(folder: Path, what: str) -> Path:
     elif what == "floats":
         content[17] = 6
         index.write_bytes(content)
+    elif what == "documents of one of two merged parts":
+        # of such files tell NVIDIA/Megatron-LM#81 and NVIDIA-NeMo/Speech#9821
+        content[-8:] = (int.from_bytes(content[-8:], "little") - 1).to_bytes(8, "little")
+        index.write_bytes(content)
     elif what == "no idx":
         index.write_bytes(b"TNTIDX\x00\x00" + content[8:])
     return path
@@ -172,6 +176,7 @@ def damaged_megatron(folder: Path, what: str) -> Path:
         ("a shorter idx", "cut off or damaged"),
         ("another type", "do not lie behind each other"),
         ("floats", "type code 6; version 1 with integer ids"),
+        ("documents of one of two merged parts", "has documents that do not make up its [0-9]+ sequences"),
         ("no idx", "is no Megatron index"),
     ],
 )

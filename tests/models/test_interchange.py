@@ -166,6 +166,37 @@ def indexed(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
+def in_a_folder(folder):
+    indexed(folder)
+    (folder / "1.safetensors").mkdir()
+
+
+def in_two_files(folder):
+    """The second file has a tensor of the first one too."""
+    found = load_file(folder / "model.safetensors")
+    indexed(folder)
+    save_file(found, folder / "1.safetensors")
+
+
+def named_twice(folder):
+    indexed(folder)
+    path = folder / "model.safetensors.index.json"
+    path.write_text(
+        path.read_text().replace(
+            '{"weight_map": {', '{"weight_map": {"lm_head.weight": "0.safetensors", "lm_head.weight": "0.safetensors", '
+        )
+    )
+
+
+def header(folder, change):
+    """The JSON of its header changed, and the length in front of it."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    new = change(content[8 : 8 + size])
+    path.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + size :])
+
+
 def pickled(folder):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Runs()}))
@@ -176,8 +207,11 @@ def cut(folder):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+D = "backbone.layers.1.mixer.D"
+
+
 def absent(x):
-    del x["backbone.layers.1.mixer.D"]
+    del x[D]
 
 
 def another(x):
@@ -195,6 +229,21 @@ DAMAGE = {
     ),
     "a bias": (lambda f: changed(f, use_bias=True), "config.json: use_bias=True: Baton's model has use_bias=False alone"),
     "missing shard": (indexed, "1.safetensors is missing, which model.safetensors.index.json names"),
+    "a folder in a shard's place": (in_a_folder, "1.safetensors is missing, which model.safetensors.index.json names"),
+    "a tensor in two files": (in_two_files, "is in this file, and model.safetensors.index.json has it in 0.safetensors"),
+    "a name twice": (named_twice, "index.json: lm_head.weight is there twice"),
+    "Git LFS": (
+        lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        "model.safetensors: the file that Git LFS would put there is not there yet; run `git lfs pull`",
+    ),
+    "no header": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 200), "model.safetensors: cannot be read"),
+    "another size in the header": (
+        lambda f: header(f, lambda text: text.replace(b"[32]", b"[33]", 1)),
+        "model.safetensors: cannot be read",
+    ),
+    "unknown type": (lambda f: header(f, lambda text: text.replace(b'"F32"', b'"F33"', 1)), "model.safetensors: cannot be read"),
+    "integers": (lambda f: weights(f, lambda x: x.update({D: x[D].int()})), f"{D} is of int32; Baton reads float32, bfloat16"),
+    "not finite": (lambda f: weights(f, lambda x: x[D][3:5].fill_(torch.nan)), f"2 of 64 values of {D} are not finite"),
     "code": (pickled, "pytorch_model.bin: a pickle that would run code; give safetensors files"),
     "cut off": (cut, "model.safetensors: cannot be read"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights; none of model.safetensors"),

@@ -106,10 +106,13 @@ def test_a_sum_of_weights_that_may_be_zero_is_refused():
         kinds()["linear_attention"](feature_map="identity")
 
 
-@pytest.mark.parametrize("bound", [0.0, 0.3])
+@pytest.mark.parametrize(("bound", "bounds"), [(0.0, "fixed"), (0.3, "fixed"), (0.3, "learned")])
 @torch.no_grad()
-def test_hgrn2_is_its_formula(bound):
-    mixer = _built("hgrn2", heads=3, d_key=6, d_value=5, lower_bound=bound)
+def test_hgrn2_is_its_formula(bound, bounds):
+    mixer = _built("hgrn2", heads=3, d_key=6, d_value=5, lower_bound=bound, bounds=bounds)
+    if bounds == "learned":
+        assert abs(torch.sigmoid(mixer.bound).mean() - bound) < 0.05  # begins there, and `_built` adds a tenth of noise
+        bound = torch.sigmoid(mixer.bound.double()).unflatten(0, (3, 6))
     x, pos = _tokens()
     p = _parts(mixer, x, q=(3, 6), f=(3, 6), v=(3, 5))
     keep = bound + (1 - bound) * torch.sigmoid(p["f"].double())
@@ -355,6 +358,7 @@ def test_long_memories_survive_bfloat16(kind):
         ("retnet", {"heads": 2, "d_key": 5}, "d_key=5 is odd, and rotary positions rotate pairs; make it even"),
         ("hgrn2", {"heads": 7}, r"mixers\.hgrn2: d_model / heads = 64 / 7 is not a whole number; set d_value"),
         ("hgrn2", {"lower_bound": 1.0}, "less than 1"),
+        ("hgrn2", {"bounds": "learned"}, r"bounds=learned needs lower_bound > 0"),
         ("mamba2", {"head_dim": 48}, r"expand \* d_model / head_dim = 128 / 48 is not a whole number; set head_dim"),
         ("mamba2", {"n_groups": 3}, r"mixers\.mamba2: n_groups=3 does not divide expand \* d_model / head_dim = 2; set n_groups"),
         (

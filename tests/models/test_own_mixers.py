@@ -3,19 +3,21 @@
 The mixer is the one of docs/add-a-recurrence.md, moved into a package of its own.
 """
 
-import re
-import sys
-from pathlib import Path
+import json
 
 import pytest
 import torch
 import yaml
 from support.operators import Counted
+from support.own_mixer import IMPORTS, PAGE, on_the_path, write_package
 from support.runs import Launch
 
+from baton.data_pipeline.prepare import prepare
+from baton.data_pipeline.tokenizer_training import train_tokenizer
 from baton.launcher.cli import main
 from baton.launcher.config import RunConfig, load
 from baton.launcher.errors import ConfigError
+from baton.launcher.inputs import with_known_vocabulary
 from baton.launcher.planner.memory import Arithmetic
 from baton.launcher.run_directory import read_config
 from baton.models import settings as kinds_of
@@ -25,11 +27,10 @@ from baton.training.build import build_model
 from baton.training.monitoring.metrics import read_metrics
 from baton.training.run import RunSettings
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "add-a-recurrence.md"
 RUN = {
     "name": "own",
     "device": "cpu",
-    "imports": ["leaky_package.leaky"],
+    "imports": IMPORTS,
     "model": {"d_model": 16, "n_layers": 2, "pattern": ["leaky"], "pad_vocab_to": 8},
     "data": {"kind": "mqar", "length": 16, "pairs": 2, "vocab_size": 36},
     "training": {
@@ -47,24 +48,15 @@ RUN = {
 def folder(tmp_path_factory):
     """Has the package leaky_package; to be put on the path."""
     found = tmp_path_factory.mktemp("own")
-    (found / "leaky_package").mkdir()
-    (found / "leaky_package" / "__init__.py").touch()
-    for name, text in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
-        if not name.endswith("__init__.py"):
-            text = text.replace("baton.kernels.leaky_average.", "leaky_package.")
-            (found / "leaky_package" / Path(name).name).write_text(text, encoding="utf-8")
+    write_package(found)
     return found
 
 
 @pytest.fixture
 def package(folder, monkeypatch):
     """The package, importable in this process and in those that it starts; forgotten afterwards."""
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(kinds_of, "_KINDS", dict(kinds_of._KINDS))
-    yield folder
-    for name in [name for name in sys.modules if name.startswith("leaky_package")]:
-        del sys.modules[name]
+    with on_the_path(folder, monkeypatch) as found:
+        yield found
 
 
 def run_file(where, **changes):
@@ -77,22 +69,39 @@ def losses(folder):
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
 
 
-def test_a_run_on_two_context_ranks_is_that_on_one(package, single_mesh, tmp_path, monkeypatch):
-    path = run_file(tmp_path)
-    ended = Launch(tmp_path / "two", str(path), "layout.context=2", where=tmp_path).end()
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Settings of data: documents of text, with a tokenizer."""
+    found = tmp_path_factory.mktemp("text")
+    pieces = PAGE.read_text(encoding="utf-8").split("\n\n")
+    (found / "page.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    prepare([found / "page.jsonl"], found / "shards", validation_fraction=0.1, workers=1, progress=lambda *_: None)
+    train_tokenizer(iter(pieces), found / "tokenizer.model", 400)
+    return {"path": str(found / "shards"), "tokenizer": str(found / "tokenizer.model")}
+
+
+def test_a_run_on_eight_ranks_is_that_on_one_and_writes_text(package, text, single_mesh, tmp_path, monkeypatch, capfd):
+    """Over tensor, pipeline and context ranks; and where the package is no more, the run is not gone on with."""
+    path = run_file(tmp_path, data=text)
+    ended = Launch(tmp_path / "many", str(path), "layout={tensor: 2, pipeline: 2, context: 2}", where=tmp_path).end()
     assert ended.status == 0, ended.err
-    config = load(path)
+    config = with_known_vocabulary(load(path))
     (tmp_path / "one").mkdir()
     loop.train(RunSettings(tmp_path / "one", config.model, config.data, config.training, config.to_yaml()), single_mesh)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    assert len(losses(tmp_path / "two")) == 3
-    monkeypatch.delenv("PYTHONPATH")
-    ended = Launch(tmp_path / "two", str(path), where=tmp_path).end()
-    assert (ended.status, ended.err.count("\n")) == (2, 1)
-    assert "leaky_package.leaky cannot be imported" in ended.err
-    written = read_config(tmp_path / "two" / "config.yaml")
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert len(losses(tmp_path / "many")) == 3
+    written = read_config(tmp_path / "many" / "config.yaml")
     assert (written.imports, written.model.mixers["leaky"].expand) == (("leaky_package.leaky",), 2)
     assert RunConfig.model_validate(yaml.safe_load(written.to_yaml())) == written
+    capfd.readouterr()
+    assert main(["generate", str(tmp_path / "many"), "--prompt", "A recurrence", "--tokens", "8", "--temperature", "0"]) == 0
+    out, _ = capfd.readouterr()
+    assert out.startswith("A recurrence")
+    assert len(out.strip()) > len("A recurrence")
+    monkeypatch.delenv("PYTHONPATH")
+    ended = Launch(tmp_path / "many", str(path), where=tmp_path).end()
+    assert (ended.status, ended.err.count("\n")) == (2, 1)
+    assert "leaky_package.leaky cannot be imported" in ended.err
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])

@@ -38,7 +38,7 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "gated_delta_net, grouped values": ["gated_delta_net"],
     "retnet, without a gate": ["retnet"],
     "static B, fixed gates, bias": ["mamba", "gsa", "kda"],
-    "time-invariant, abc": ["mamba", "gsa"],
+    "time-invariant, abc, learned bounds": ["mamba", "gsa", "hgrn2"],
     "hybrid": ["mamba", "lattice+swiglu", "bmojo"],
     "another hybrid": ["gated_delta_net*2", "attention+swiglu"],
 }
@@ -69,7 +69,9 @@ SETTINGS = {
         "mamba": {"selective": ("dt", "C"), "A_init": "random"}, "gsa": {"gate": "data_independent"},
         "kda": {"gate_bias": True, "heads": 2, "v_heads": 4},
     },
-    "time-invariant, abc": {"mamba": {"selective": ()}, "gsa": {"gate": "abc"}},
+    "time-invariant, abc, learned bounds": {
+        "mamba": {"selective": ()}, "gsa": {"gate": "abc"}, "hgrn2": {"bounds": "learned", "scale_queries": True},
+    },
 }  # fmt: skip
 VOCAB = 61
 

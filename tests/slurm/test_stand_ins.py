@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 from support.jobs import RUN
+from support.own_mixer import IMPORTS, on_the_path, write_package
 from support.runs import DEADLINE_S
 
 from baton.launcher.cli import main
 from baton.launcher.cluster import load_cluster
 from baton.slurm.command import SlurmAwayError, SlurmError, ask
 from baton.training.monitoring import time_ledger
+from baton.training.monitoring.metrics import read_metrics
 
 SINFO = """case "$*" in
     *%P*) cat partitions 2>/dev/null || echo 'cpu* 4';;
@@ -111,6 +113,25 @@ def test_a_job_hands_nothing_of_its_own_to_the_next_and_says_that_srun_did_not_s
     assert "--overlap --immediate=60" in asked
     (end,) = (row for row in time_ledger.read_rows(Path("runs/run")) if row["kind"] == "end")
     assert (end["status"], end["reason"].startswith("the checks did not start on any node: ")) == (84, True)
+
+
+def test_a_job_trains_a_mixer_of_the_users_own(submit, site, tmp_path, monkeypatch):
+    """Whose package the job finds where the submission did: the script, the agent of a node and its ranks."""
+    write_package(tmp_path)
+    values = RUN | {"name": "run", "imports": IMPORTS, "model": {"d_model": 16, "n_layers": 1, "pattern": ["leaky"]}}
+    values |= {"layout": {}, "training": RUN["training"] | {"steps": 2, "schedule": {"kind": "constant"}}}
+    Path("run.yaml").write_text(yaml.safe_dump(values))
+    # the address that ranks meet at is a node's name
+    site("scontrol", '[ "$2" = hostnames ] && echo localhost; exit 0')
+    Path("states").write_text("localhost allocated\n")
+    site("srun", 'while [[ $1 == -* ]]; do shift; done; SLURMD_NODENAME=localhost exec "$@"')
+    with on_the_path(tmp_path, monkeypatch):
+        assert submit("--nodes", "1", preflight={"enabled": False})[0] == 0
+        done = start_job()
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in read_metrics(Path("runs/run/metrics.jsonl")) if row["kind"] == "train"] == [1, 2]
+    (end,) = (row for row in time_ledger.read_rows(Path("runs/run")) if row["kind"] == "end")
+    assert end["status"] == 0
 
 
 def test_a_job_whose_srun_never_starts_is_not_repeated_without_end(submit):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from baton.launcher.cli import main
 from baton.models.config import ModelConfig
+from baton.models.interchange.mapping import TensorMap
 from baton.models.interchange.registry import family_of_config
 from baton.models.library import language_model
 from baton.parallel.param_layout import named_layouts
@@ -50,9 +51,10 @@ def logits_of(model, tokens):
     return model.logits(hidden)[..., : model.config.vocab_size]
 
 
-def assert_import_is_theirs(theirs, folder, **words):
-    """Save their model in folder/theirs, import it as folder/ours and compare; returns the settings. words: of their forward."""
-    theirs.save_pretrained(folder / "theirs")
+def assert_import_is_theirs(theirs, folder, shard="5GB", **words):
+    """Save their model in folder/theirs, import it as folder/ours and compare; returns the settings. shard: size of a file at most.
+    words: of their forward."""
+    theirs.save_pretrained(folder / "theirs", max_shard_size=shard)
     assert main(["import", str(folder / "theirs"), "--out", str(folder / "ours")]) == 0
     model = ModelConfig.model_validate(yaml.safe_load((folder / "ours.yaml").read_text()))
     tokens = torch.randint(61, (2, 19), generator=torch.Generator().manual_seed(0))
@@ -75,8 +77,17 @@ def assert_same(theirs, expected, ours, tokens, family):
             gradients[block.name] = parameter.grad[block.local_row : block.local_row + block.extent[0]]
     others = dict(theirs.named_parameters())
     for one in family.maps(ours.config):
+        assert relative_error(gradient_of(one, gradients, others[one.theirs]), others[one.theirs].grad) <= 2e-5, one.theirs
+
+
+def gradient_of(one, gradients, theirs):
+    """Of a tensor of theirs, from those of ours."""
+    if type(one) is TensorMap:
         # a constant beside a weight has no part in its gradient
-        assert relative_error(replace(one, offset=0.0).to_theirs(gradients), others[one.theirs].grad) <= 2e-5, one.theirs
+        return replace(one, offset=0.0).to_theirs(gradients)
+    x = theirs.detach().clone().requires_grad_()
+    ours = one.to_ours({one.theirs: x})
+    return torch.autograd.grad(list(ours.values()), x, [gradients[name] for name in ours])[0]
 
 
 @cache

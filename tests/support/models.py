@@ -24,6 +24,7 @@ OPTIONS = {
         "gsa": {"gate": "abc"},
         "lattice": {"conv_bias": True},
         "linear_attention": {"normalization": "rms"},
+        "hgrn2": {"bounds": "learned", "scale_queries": True},
     },
     "static": {"gsa": {"gate": "data_independent"}},
     "added": {"bmojo": {"add_ssm_output": True}},

@@ -74,11 +74,13 @@ def linear_attention(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: 
 def hgrn2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
     q, f, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "f", "v"))
     d_key, bound = c["d_key"], c["lower_bound"]
-    k = (1 - bound) * torch.sigmoid(-precise(f))
+    above = torch.sigmoid(-p["bound"]) if c["bounds"] == "learned" else 1 - bound
+    k = above * torch.sigmoid(-precise(f))
     g = torch.log1p(-k) if bound else F.logsigmoid(precise(f))
+    scale = d_key**-0.5 if c["scale_queries"] else 1.0
     q, k, g = (heads(precise(a), d_key) for a in (F.silu(q), k.to(x.dtype), g))
     v = heads(precise(v), v.shape[-1] // k.shape[2])
-    o, S = run("gated_linear_attention", q, k, v, g, gate="key", pos=pos, initial_state=_of(state, "S"))
+    o, S = run("gated_linear_attention", q, k, v, g, gate="key", scale=scale, pos=pos, initial_state=_of(state, "S"))
     return linear(rms_norm(o.flatten(2), p["norm.weight"], eps).to(x.dtype), p["out_proj.weight"]), {"S": S}
 
 
