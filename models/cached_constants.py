@@ -24,6 +24,12 @@ def full(n: int, value: float, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 @cache
+def taps_of_difference(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[n, 2], taps 1 and -1: a convolution of width 2 that subtracts a token from the one before it."""
+    return torch.tensor([1.0, -1.0], dtype=dtype, device=device).repeat(n, 1)
+
+
+@cache
 def eye(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[rows, columns], 1 on the diagonal."""
     return torch.eye(rows, columns, dtype=dtype, device=device)

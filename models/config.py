@@ -120,7 +120,25 @@ class ModelConfig(BaseModel):
                 settings.check(self.d_model)
             except ValueError as error:
                 raise ValueError(f"mixers.{name}: {error}") from None
+        self._what_is_read_was_handed_on()
         return self
+
+    def _what_is_read_was_handed_on(self) -> None:
+        """Raises ValueError unless each tensor that layers share is handed on once, and before it is read, in the same width."""
+        handed_on: dict[str, int] = {}
+        for name in (name for layer in self.layers for name in layer):
+            settings = self.mixers[name]
+            for tensor, width in settings.reads(self.d_model).items():
+                if handed_on.get(tensor) != width:
+                    found = f"with width {handed_on[tensor]}" if tensor in handed_on else "by no layer before it"
+                    raise ValueError(
+                        f"mixers.{name} reads {tensor} of width {width}, which is handed on {found}; put a layer that does "
+                        f"in front of it in the pattern"
+                    )
+            for tensor, width in settings.hands_on(self.d_model).items():
+                if tensor in handed_on:
+                    raise ValueError(f"mixers.{name} hands on {tensor} a second time; let one layer of the n_layers do so")
+                handed_on[tensor] = width
 
     @property
     def period(self) -> tuple[Layer, ...]:

@@ -4,8 +4,11 @@ It holds what a recurrence cannot infer from its inputs. It is an argument and n
 model may differ in it, and because a recomputed layer needs the context of its first pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from torch import Tensor
+
+from baton.kernels.errors import KernelError
 from baton.kernels.protocol import Recurrence
 from baton.parallel.context_parallel import ContextLink
 
@@ -19,12 +22,31 @@ class ForwardContext:
             sequences.
         need_final_state: False: final States are not computed, unless the link sends them to the next rank; placeholders that
             raise on use are returned (baton.kernels.protocol.absent_state).
+        shared: tensors that layers hand on to later ones beside the residual stream, by name; None: there are no other layers.
         recorded: a set that recurrences are added to; they then run their definition, not their kernels. None: they run as usual.
     """
 
     link: ContextLink | None = None
     need_final_state: bool = True
+    shared: dict[str, Tensor] | None = None
     recorded: set[Recurrence] | None = None
+
+    def of_one_pass(self) -> "ForwardContext":
+        """This context with nothing handed on yet."""
+        return replace(self, shared={})
+
+    def hand_on(self, name: str, x: Tensor) -> None:
+        """Hand x on to later layers. A layer that runs again for its gradients does not replace what it handed on."""
+        if self.shared is not None:
+            self.shared.setdefault(name, x)
+
+    def handed_on(self, name: str, own: Tensor) -> Tensor:
+        """What an earlier layer handed on. own: the reader's tensor, which stands in for it where recurrences are recorded."""
+        if self.recorded is not None:
+            return own
+        if self.shared is None or name not in self.shared:
+            raise KernelError(f"forward context: no earlier layer handed on {name}; run the layer in its model")
+        return self.shared[name]
 
 
 LOCAL = ForwardContext()

@@ -68,6 +68,27 @@ class Constant(Initializer):
 
 
 @dataclass(frozen=True)
+class Ramp(Initializer):
+    """From `low` to `high` over a vector's N elements, low + (high - low) (n / (N - 1))^exponent: RWKV-7's decays and mixes.
+
+    zigzag: of each `period` elements (a head), added as z |z| for z from -1 to 1.
+    """
+
+    low: float
+    high: float
+    exponent: float = 1.0
+    zigzag: float = 0.0
+    period: int = 2
+
+    def __call__(self, w: "Tensor", g: "torch.Generator") -> None:
+        import torch
+
+        n = torch.arange(w.numel(), dtype=torch.float32)
+        z = 2 * (n % self.period) / (self.period - 1) - 1
+        w.copy_(self.low + (self.high - self.low) * (n / max(1, w.numel() - 1)) ** self.exponent + self.zigzag * z * z.abs())
+
+
+@dataclass(frozen=True)
 class LogArange(Initializer):
     """log(n + 1) along the last dimension: A = -(1 .. N), S4D-real."""
 

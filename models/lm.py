@@ -126,7 +126,7 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, pos: Tensor, states: States | None = None, forward_context: ForwardContext | None = None
     ) -> tuple[Tensor, States]:
         """forward_context: None: the model's own."""
-        context = forward_context or self.forward_context
+        context = (forward_context or self.forward_context).of_one_pass()
         stream: Stream = (self.embedding(tokens, self.hidden_dtype) if self.stage.first else tokens, None)
         final_states: States = {}
         for number, layer in self.layers.items():

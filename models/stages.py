@@ -59,6 +59,12 @@ def partition_layers(config: ModelConfig, count: int, sequence_length: int) -> t
             f"layout.pipeline={count} is more stages than model.n_layers={config.n_layers} layers; set layout.pipeline to "
             f"{config.n_layers} or less"
         )
+    for name, settings in config.mixers.items():
+        if tensors := ", ".join(settings.reads(config.d_model)):
+            raise LayoutError(
+                f"layout.pipeline={count}: model.mixers.{name} reads {tensors} of an earlier layer, which stages do not send; set "
+                f"layout.pipeline=1, or value_residual=none for every name"
+            )
     costs = layer_costs(config, sequence_length)
     edges = [0, *_best_boundaries(costs, head_cost(config), count), len(costs)]
     return tuple(Stage(n, count, range(edges[n], edges[n + 1])) for n in range(count))

@@ -52,7 +52,10 @@ SHARED = (
     "launcher/config.py",  # a run's configuration: every command that has to do with one reads it
     "launcher/cli/arguments.py",  # every command is one more
     "models/config.py",  # what each format of another library says in its own words, so a new format is one more
-    "models/settings/declarations.py",  # the settings of each kind of mixer are written in it, so a new kind is one more
+    "models/mixer.py",  # the modules of mixers import these two, so a new kind is one more
+    "models/forward_context.py",
+    "models/settings/cost_model.py",  # the settings of each kind of mixer are written in these two, so a new kind is one more
+    "models/settings/declarations.py",
 )
 
 

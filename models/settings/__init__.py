@@ -66,6 +66,14 @@ class MixerConfig(BaseModel):
     def check(self, d_model: int) -> None:
         """Raises ValueError, which names a setting to change, for settings that do not fit d_model."""
 
+    def hands_on(self, d_model: int) -> dict[str, int]:
+        """Widths of the tensors that it hands on to later layers beside the residual stream (ForwardContext.shared), by name."""
+        return {}
+
+    def reads(self, d_model: int) -> dict[str, int]:
+        """Widths of the tensors of that kind that it reads, by name."""
+        return {}
+
     @property
     def nested(self) -> "dict[str, MixerConfig]":
         """Mixers that are parts of this one, by the name of the part."""

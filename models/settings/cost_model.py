@@ -19,15 +19,13 @@ from baton.models.settings.eager import Eager
 # Copies of constants in kernels/, mostly tokens per chunk, because importing them imports torch. tests/launcher/test_plan.py
 # compares them with the originals.
 LINEAR_ATTENTION_CHUNK = 64
-DELTA_RULE_CHUNK = 64
+DELTA_RULE_CHUNK = GENERALIZED_DELTA_RULE_CHUNK = 64
 SCORES_SHARE = 8  # linear attention saves scores if they are at most 1 / SCORES_SHARE of q, k and v
 LATTICE_SEQUENTIAL_CHUNK, LATTICE_QR_CHUNK = 32, 16
 LATTICE_GPU_CHUNK = 32  # without sparsity, which the GPU kernels do not support
-WINDOW_BLOCK = 64
-EIDETIC_BLOCK = 128
+WINDOW_BLOCK, EIDETIC_BLOCK = 64, 128
 SCAN_CHUNKS = (16, 32)
-SCAN_CHUNK_ELEMENTS = 1 << 19
-SCAN_GPU_CHUNK = 16
+SCAN_CHUNK_ELEMENTS, SCAN_GPU_CHUNK = 1 << 19, 16
 
 # Each tensor of a message is padded to a multiple of this, in bytes.
 MESSAGE_ALIGNMENT = 16
@@ -232,6 +230,7 @@ class MixerCosts:
     attended: for each softmax attention the width of all queries and the maximum number of tokens that a query attends to (None:
         all tokens up to it).
     masks: whether the CPU implementation holds a mask over all pairs of a sequence's tokens while gradients are computed.
+    handed_on: elements per token, in the compute dtype, that later layers read: of `saved`, what full recomputation keeps too.
     """
 
     saved: tuple[SavedTensor, ...]
@@ -241,6 +240,7 @@ class MixerCosts:
     vector_flops: int = 0
     attended: tuple[tuple[int, int | None], ...] = ()
     masks: bool = False
+    handed_on: int = 0
     parameters: tuple[ParameterDeclaration, ...] = ()
 
     def of(self, parameters: Iterable[ParameterDeclaration]) -> "MixerCosts":
@@ -290,7 +290,7 @@ class MixerCosts:
 
     def score_bytes(self, work: Workload) -> int:
         """Bytes that full recomputation saves besides the sub-block's input."""
-        return sum(r.score_bytes(work) for r in self.recurrences)
+        return work.tokens * self.handed_on // work.tensor * work.compute_bytes + sum(r.score_bytes(work) for r in self.recurrences)
 
     def message_bytes(self, work: Workload) -> int:
         """Bytes of the final State of all recurrences in one message."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from baton.models.initializers import Constant, Initializer, Projection
+from baton.models.initializers import Constant, Initializer, Projection, Ramp
 
 Dtype = Literal["compute", "float32", "int64", "bool"]
 """compute: training.compute_dtype, the dtype of matmuls and activations."""
@@ -140,6 +140,12 @@ def replicated(name: str, d_model: int, features: int) -> ParameterDeclaration:
 def split(name: str, *shape: int, init: Initializer, decay: bool = False) -> ParameterDeclaration:
     """A parameter with a row per channel or head, split over the tensor group."""
     return ParameterDeclaration(name, shape, init, split=0, decay=decay)
+
+
+def shift_mix(name: str, d_model: int, exponent: float) -> ParameterDeclaration:
+    """The share of the token before, per channel of the mixer's input, in RWKV's token shift: initially 1 - (n / d_model)^exponent
+    or nearly so."""
+    return ParameterDeclaration(name, (d_model,), Ramp(1.0, 0.0, exponent=exponent), decay=False)
 
 
 def rms_norm(name: str, d_model: int) -> ParameterDeclaration:

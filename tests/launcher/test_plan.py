@@ -162,6 +162,7 @@ def test_chunks_and_buckets_are_the_kernels():
     from baton.kernels.gated_linear_attention.launch_args import LaunchConfig as GLALaunchConfig
     from baton.kernels.gated_linear_attention.triton_launch import SCORES_SHARE
     from baton.kernels.gated_slot_attention import chunked as slot_attention
+    from baton.kernels.generalized_delta_rule import chunked as generalized_delta_rule
     from baton.kernels.lattice import chunked as lattice
     from baton.kernels.lattice.triton_launch import LaunchConfig as LatticeLaunchConfig
     from baton.kernels.window_attention import chunked as window_attention
@@ -169,6 +170,7 @@ def test_chunks_and_buckets_are_the_kernels():
 
     assert cost_model.LINEAR_ATTENTION_CHUNK == linear_attention.CHUNK == slot_attention.CHUNK
     assert delta_rule.CHUNK == cost_model.DELTA_RULE_CHUNK
+    assert generalized_delta_rule.CHUNK == cost_model.GENERALIZED_DELTA_RULE_CHUNK
     assert GLALaunchConfig().chunk == cost_model.LINEAR_ATTENTION_CHUNK
     assert DeltaRuleLaunchConfig().chunk == cost_model.DELTA_RULE_CHUNK
     assert SCORES_SHARE == cost_model.SCORES_SHARE
@@ -459,4 +461,4 @@ def test_sequence_ranks_gather_what_is_counted(measured, variant):
         assert sum(sent.bytes for name, sent in exchange.items() if name.startswith(what)) == 2 * seen.get(f"{direction} bytes", 0)
     gathered = [sent for name, sent in exchange.items() if "all-gather over context" in name]
     assert all((sent.members, sent.pairs, sent.once) == (SPANS, False, False) for sent in gathered)
-    assert bool(gathered) == (variant.split(",")[0] not in ("attention", "lattice", "swiglu"))
+    assert bool(gathered) == (variant.split(",")[0] not in ("attention", "channel_mix", "lattice", "swiglu"))

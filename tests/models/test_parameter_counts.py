@@ -30,6 +30,10 @@ MAMBA = {
 LONGHORN = {"longhorn-125m": (128.6, 0.06), "longhorn-350m": (369.8, 0.2)}
 
 
+# Peng et al., "RWKV-7": layers L, width D, and the ranks of w, a, v and g; the released 1.5B model has 1,527,404,544 parameters
+RWKV7 = {"rwkv7-190m": (12, 768, (64, 64, 32, 128)), "rwkv7-1.5b": (24, 2048, (96, 96, 64, 256))}
+
+
 def on_meta(config):
     with torch.device("meta"):
         return LanguageModel(config)
@@ -54,6 +58,16 @@ def shipped(name):
 @pytest.mark.parametrize("name", MAMBA)
 def test_mamba_sizes(name):
     assert parameter_count(model_of(name)) == MAMBA[name]
+
+
+@pytest.mark.parametrize("name", RWKV7)
+def test_rwkv7_sizes(name):
+    """Of the 19 vectors in a layer two are biases of norms that have none here; of the 4 others a bias, and a norm behind the
+    embedding. The first layer has no value residual."""
+    L, D, ranks = RWKV7[name]
+    released = 2 * D * 65536 + 4 * D + L * D * (12 * D + 2 * sum(ranks) + 19) - (2 * D * ranks[2] + D)
+    assert parameter_count(model_of(name)) == released - 2 * L * D - 3 * D
+    assert name != "rwkv7-1.5b" or released == 1_527_404_544
 
 
 @pytest.mark.parametrize("name", LONGHORN)

@@ -41,6 +41,7 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "time-invariant, abc, learned bounds": ["mamba", "gsa", "hgrn2"],
     "hybrid": ["mamba", "lattice+swiglu", "bmojo"],
     "another hybrid": ["gated_delta_net*2", "attention+swiglu"],
+    "value residual": ["first+channel_mix", "rwkv7+channel_mix*2"],
 }
 pytestmark = pytest.mark.usefixtures("remote_code")
 
@@ -72,16 +73,16 @@ SETTINGS = {
     "time-invariant, abc, learned bounds": {
         "mamba": {"selective": ()}, "gsa": {"gate": "abc"}, "hgrn2": {"bounds": "learned", "scale_queries": True},
     },
+    "value residual": {"first": {"kind": "rwkv7", "value_residual": "first"}, "rwkv7": {"value_residual": "later"}},
 }  # fmt: skip
 VOCAB = 61
 
 
 def model_of(case):
-    mixers = {name: cls.small().model_dump() for name, cls in kinds().items() if any(name in entry for entry in CASES[case])}
-    mixers = {name: values for name, values in mixers.items() if any(name in e.split("*")[0].split("+") for e in CASES[case])}
+    names = {name: None for entry in CASES[case] for name in entry.split("*")[0].split("+")}
     settings = SETTINGS.get(case, {})
-    for name in mixers:
-        mixers[name] |= settings if len(mixers) == 1 else settings.get(name, {})
+    own = {name: settings if len(names) == 1 else settings.get(name, {}) for name in names}
+    mixers = {name: kinds()[own[name].get("kind", name)].small().model_dump() | own[name] for name in names}
     return ModelConfig(
         d_model=48,
         n_layers=2 if len(CASES[case]) == 1 else 3,

@@ -45,6 +45,10 @@ def test_no_other_cut_is_better(seed):
 def test_stages_are_contiguous_nonempty_and_all_layers(name):
     config = shipped(name)
     assert partition_layers(config, 1, 2048) == (single_stage(config),)
+    if any(settings.reads(config.d_model) for settings in config.mixers.values()):
+        with pytest.raises(LayoutError, match="which stages do not send"):
+            partition_layers(config, 2, 2048)
+        return
     for count in (2, 3, 4, 7, config.n_layers):
         stages = partition_layers(config, count, 2048)
         assert [n for stage in stages for n in stage.layers] == list(range(config.n_layers))

@@ -33,8 +33,8 @@ from support.models import SEQUENCE_LENGTH, SEQUENCES, Batch, model_of, step_bat
 
 STEPS, ACCUMULATION, RANKS = 2, 2, 8
 MIXERS = (*kinds(), "hybrid", "full_attention")
-IN_SHORT = tuple(mixer for mixer in MIXERS if mixer not in ("kda", "linear_attention"))
-"""Those of the short form: layers of the others, which share their recurrences, are in the models "groups" and "ablated"."""
+IN_SHORT = tuple(mixer for mixer in MIXERS if mixer not in ("channel_mix", "kda", "linear_attention", "rwkv7"))
+"""Those of the short form: layers of the others are in the models "groups", "ablated" and "rwkv"."""
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "bfloat16 residual": 1e-2}
 PRECISIONS = {
     "float32": {"compute_dtype": "float32"},
@@ -50,6 +50,7 @@ more often: every tensor rank's part of a sum, every micro-batch's gradient of a
 # Tiny layers of these cost float32 most of a digit each: with three of width 12, sums in another order alone move their gradients
 # by up to 2e-5. Wider and with two layers they are as well conditioned as the others.
 SIZES = {kind: {"d_model": 48, "n_layers": 2} for kind in ("delta_net", "gated_delta_net", "gla", "lattice")}
+SIZES["rwkv"] = {"d_model": 48}  # its three layers differ
 
 
 @dataclass(frozen=True)

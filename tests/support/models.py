@@ -30,6 +30,7 @@ OPTIONS = {
     "added": {"bmojo": {"add_ssm_output": True}},
     "falcon": {"mamba": {"projection_norm_eps": 1e-6}},
     "groups": {"mamba2": {"expand": 2, "n_groups": 4}, "gated_delta_net": {"v_heads": 8}, "kda": {"v_heads": 8, "gate_bias": True}},
+    "rwkv": {"first": {"kind": "rwkv7", "value_residual": "first"}, "rwkv7": {"value_residual": "later"}, "channel_mix": {}},
     "qwen": {
         "attention": {
             "qkv_bias": True,
@@ -43,7 +44,7 @@ OPTIONS = {
     "full_attention": {"longhorn": {}, "attention": {"window": None, "sinks": True}},
     "t2r": {"gsa": {"feature_map": "identity", "value_activation": None, "output_activation": None}},
 }
-"""Models with other optional parts than by default: a layer of each mixer, and its settings."""
+"""Models with other optional parts than by default: a layer of each mixer, and its settings; kind, where the name is another."""
 
 
 def model_of(mixer):
@@ -55,7 +56,9 @@ def model_of(mixer):
     pattern = ["mamba+swiglu", "longhorn"] if mixer == "hybrid" else list(options) or [mixer]
     names = [name for entry in pattern for name in entry.split("+")]
     changes = {"d_model": SMALL_WIDTH, "pattern": pattern, "tie_embeddings": mixer != "hybrid"}
-    mixers = {name: kinds()[name].small().model_copy(update=options.get(name, {})) for name in names}
+    mixers = {
+        name: kinds()[options.get(name, {}).get("kind", name)].small().model_copy(update=options.get(name, {})) for name in names
+    }
     return ModelConfig(**MODEL.model_dump() | changes | {"mixers": mixers})
 
 

@@ -14,7 +14,7 @@ from baton.models.settings import kinds
 ARCHITECTURE = "BatonForCausalLM"
 FILES = (
     "configuration_baton.py", "layers_baton.py", "mixers_baton.py", "modeling_baton.py", "recurrences_baton.py",
-    "state_spaces_baton.py",
+    "rwkv_baton.py", "state_spaces_baton.py",
 )  # fmt: skip
 AUTO = {"AutoConfig": "configuration_baton.BatonConfig", "AutoModelForCausalLM": f"modeling_baton.{ARCHITECTURE}"}
 MATRICES = ("column", "low_rank_column", "row", "output", "replicated")

@@ -1,8 +1,9 @@
 """Every mixer of Baton in plain PyTorch, with its State as a dictionary of tensors.
 
-Each is a function of its parameters p (by name, as in the weights' files), its settings c, the inputs x [batch, tokens, width], the
-tokens' positions in their documents [batch, tokens], and the State before them (None: nothing was read). It returns the outputs and
-the State behind the last token. Matrix products are in x's dtype, everything between them in float32 (float64 for float64).
+Each is a function of its parameters p (by name, as in the weights' files), its settings c (with `shared`, the tensors of this pass
+that layers hand on), the inputs x [batch, tokens, width], the tokens' positions in their documents [batch, tokens], and the State
+before them (None: nothing was read). It returns the outputs and the State behind the last token. Matrix products are in x's dtype,
+everything between them in float32 (float64 for float64).
 
 Shapes: B batch, T tokens, H heads, K width of a head's keys, V of its values.
 """
@@ -31,6 +32,7 @@ from baton.models.interchange.remote.layers_baton import (
 )
 from baton.models.interchange.remote.layers_baton import part_of as _of
 from baton.models.interchange.remote.recurrences_baton import run
+from baton.models.interchange.remote.rwkv_baton import channel_mix, rwkv7
 from baton.models.interchange.remote.state_spaces_baton import longhorn, mamba, mamba2
 
 # ---------------------------------------------------------------------------------------------------------------- linear attention
@@ -311,6 +313,7 @@ def _last(x: Tensor, count: int) -> Tensor:
 MIXERS: dict[str, Callable[..., Result]] = {
     "attention": attention,
     "bmojo": bmojo,
+    "channel_mix": channel_mix,
     "delta_net": delta_net,
     "gated_delta_net": delta_net,
     "gla": gla,
@@ -323,5 +326,6 @@ MIXERS: dict[str, Callable[..., Result]] = {
     "mamba": mamba,
     "mamba2": mamba2,
     "retnet": retnet,
+    "rwkv7": rwkv7,
     "swiglu": swiglu,
 }

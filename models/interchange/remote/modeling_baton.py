@@ -73,11 +73,14 @@ class BatonBlock(nn.Module):
         self.norm = Norm(config)
         self.mixer = Parameters(self.settings["parameters"])
 
-    def forward(self, x: Tensor, pos: Tensor, state: State | None, dtype: torch.dtype) -> tuple[Tensor, State]:
-        """x [batch, tokens, width] in float32; dtype: of the mixer's matrix products."""
+    def forward(
+        self, x: Tensor, pos: Tensor, state: State | None, dtype: torch.dtype, shared: dict[str, Tensor]
+    ) -> tuple[Tensor, State]:
+        """x [batch, tokens, width] in float32; dtype: of the mixer's matrix products; shared: what layers hand on in this pass."""
         normed = self.norm(x).to(dtype)
         parameters = dict(self.mixer.named_parameters())
-        return MIXERS[self.settings["kind"]](parameters, self.settings, normed, pos, state, self.eps)
+        settings = {**self.settings, "shared": shared}
+        return MIXERS[self.settings["kind"]](parameters, settings, normed, pos, state, self.eps)
 
 
 class BatonForCausalLM(PreTrainedModel, GenerationMixin):
@@ -94,7 +97,8 @@ class BatonForCausalLM(PreTrainedModel, GenerationMixin):
     _keep_in_fp32_modules_strict = [  # noqa: RUF012
         "norm", "A_log", "B", "C", "D", "dt_bias", "beta_bias", "decay_bias", "step_bias", "forget_bias", "S0", "conv_weight",
         "conv_weights", "conv_bias", "gate_bias", "bc_conv_weight", "bc_conv_bias", "conv_q", "conv_k", "conv_q_bias",
-        "conv_k_bias", "qkv_bias", "q_norm", "k_norm", "sinks", "bound",
+        "conv_k_bias", "qkv_bias", "q_norm", "k_norm", "sinks", "bound", "shift_mix", "rate_bias", "residual_bias", "k_k", "k_a", "r_k",
+        "norm_weight", "norm_bias",
     ]  # fmt: skip
 
     def __init__(self, config: BatonConfig) -> None:
@@ -140,10 +144,11 @@ class BatonForCausalLM(PreTrainedModel, GenerationMixin):
         pos = self._positions(input_ids, attention_mask, past) if position_ids is None else position_ids.to(torch.int32)
         x = precise(self.embedding(input_ids))
         dtype, states = self.embedding.weight.dtype, {}
+        shared: dict[str, Tensor] = {}
         for number, layer in enumerate(self.layers):
             for name, block in cast(nn.ModuleDict, layer).items():
                 place = f"{number}.{name}"
-                y, states[place] = block(x, pos, None if past is None else past.states[place], dtype)
+                y, states[place] = block(x, pos, None if past is None else past.states[place], dtype, shared)
                 x = x + y
         hidden = self.norm(x[:, -logits_to_keep:]).to(dtype)
         logits = precise(F.linear(hidden, self.embedding.weight if self.config.tie_word_embeddings else self.head.weight))

@@ -14,6 +14,7 @@ from torch import Tensor
 from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_slot_attention.reference import gsa_reference
+from baton.kernels.generalized_delta_rule.reference import generalized_delta_rule_reference
 from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.variant import UpdateRule
 from baton.kernels.longhorn.reference import longhorn_reference
@@ -29,6 +30,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "delta_rule": delta_rule_reference,
     "gated_linear_attention": gla_reference,
     "gated_slot_attention": gsa_reference,
+    "generalized_delta_rule": generalized_delta_rule_reference,
     "lattice": lattice_loop,
     "longhorn": longhorn_reference,
     "selective_scan": selective_scan_reference,
