@@ -18,6 +18,7 @@ OPS = {
     "mamba2": ("gated_linear_attention", "short_conv"),
     "mamba": ("selective_scan", *SCAN),
     "longhorn": ("longhorn", *SCAN),
+    "rg_lru": SCAN,
     "gsa": ("gated_slot_attention", "gated_linear_attention"),
     "gla": ("gated_linear_attention",),
     "retnet": ("gated_linear_attention",),

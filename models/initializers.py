@@ -89,6 +89,21 @@ class LogUniform(Initializer):
 
 
 @dataclass(frozen=True)
+class LogitOfRoot(Initializer):
+    """sigmoid^-1 of the root of order `power` of a number that is uniform on [low, high]: RG-LRU's Lambda."""
+
+    low: float
+    high: float
+    power: float
+
+    def __call__(self, w: "Tensor", g: "torch.Generator") -> None:
+        import torch
+
+        log_root = torch.empty_like(w).uniform_(self.low, self.high, generator=g).log_() / self.power
+        w.copy_(log_root - torch.log(-torch.expm1(log_root)))
+
+
+@dataclass(frozen=True)
 class InverseSoftplusLogUniform(Initializer):
     """softplus^-1 of a step size that is log-uniform on [low, high] and at least `floor`."""
 

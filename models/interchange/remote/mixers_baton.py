@@ -31,7 +31,7 @@ from baton.models.interchange.remote.layers_baton import (
 )
 from baton.models.interchange.remote.layers_baton import part_of as _of
 from baton.models.interchange.remote.recurrences_baton import run
-from baton.models.interchange.remote.state_spaces_baton import longhorn, mamba, mamba2
+from baton.models.interchange.remote.state_spaces_baton import longhorn, mamba, mamba2, rg_lru
 
 # ---------------------------------------------------------------------------------------------------------------- linear attention
 
@@ -321,5 +321,6 @@ MIXERS: dict[str, Callable[..., Result]] = {
     "mamba": mamba,
     "mamba2": mamba2,
     "retnet": retnet,
+    "rg_lru": rg_lru,
     "swiglu": swiglu,
 }

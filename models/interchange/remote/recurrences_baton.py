@@ -17,6 +17,7 @@ from baton.kernels.gated_slot_attention.reference import gsa_reference
 from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.variant import UpdateRule
 from baton.kernels.longhorn.reference import longhorn_reference
+from baton.kernels.rg_lru.reference import rg_lru_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
 
 
@@ -31,6 +32,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "gated_slot_attention": gsa_reference,
     "lattice": lattice_loop,
     "longhorn": longhorn_reference,
+    "rg_lru": rg_lru_reference,
     "selective_scan": selective_scan_reference,
 }
 
