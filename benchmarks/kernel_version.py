@@ -19,6 +19,7 @@ OPS = {
     "mamba": ("selective_scan", *SCAN),
     "longhorn": ("longhorn", *SCAN),
     "rg_lru": SCAN,
+    "s4d": ("short_conv",),
     "gsa": ("gated_slot_attention", "gated_linear_attention"),
     "gla": ("gated_linear_attention",),
     "retnet": ("gated_linear_attention",),

@@ -7,7 +7,7 @@ it.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +86,30 @@ class LogUniform(Initializer):
 
     def __call__(self, w: "Tensor", g: "torch.Generator") -> None:
         w.uniform_(self.low, self.high, generator=g).log_()
+
+
+@dataclass(frozen=True)
+class Between(Initializer):
+    """U(low, high)."""
+
+    low: float
+    high: float
+
+    def __call__(self, w: "Tensor", g: "torch.Generator") -> None:
+        w.uniform_(self.low, self.high, generator=g)
+
+
+@dataclass(frozen=True)
+class S4DFrequencies(Initializer):
+    """Imaginary parts of S4D's A along the last dimension, n = 0 .. N/2 - 1, of N states (Gu et al. 2022, equations 8 and 9)."""
+
+    law: Literal["lin", "inv"]
+
+    def __call__(self, w: "Tensor", g: "torch.Generator") -> None:
+        import torch
+
+        n, states = torch.arange(w.shape[-1], dtype=torch.float32), 2 * w.shape[-1]
+        w.copy_((math.pi * n if self.law == "lin" else states / math.pi * (states / (2 * n + 1) - 1)).expand_as(w))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.variant import UpdateRule
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.rg_lru.reference import rg_lru_reference
+from baton.kernels.s4d.reference import s4d_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
 
 
@@ -33,6 +34,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "lattice": lattice_loop,
     "longhorn": longhorn_reference,
     "rg_lru": rg_lru_reference,
+    "s4d": s4d_reference,
     "selective_scan": selective_scan_reference,
 }
 

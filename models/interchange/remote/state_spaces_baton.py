@@ -1,4 +1,4 @@
-"""Mamba, Mamba-2, Longhorn and the RG-LRU in plain PyTorch. Arguments and results are described in mixers_baton.
+"""Mamba, Mamba-2, Longhorn, S4D and the RG-LRU in plain PyTorch. Arguments and results are described in mixers_baton.
 
 Shapes: B batch, T tokens, D channels, N states of a channel.
 """
@@ -99,3 +99,14 @@ def rg_lru(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | No
     inputs = precise((i * inner).to(x.dtype)), c["c"] * F.logsigmoid(p["Lambda"]) * r
     y, h = run("rg_lru", *inputs, pos=pos, initial_state=part_of(state, "h"))
     return linear((y * F.gelu(precise(gate))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "h": h}
+
+
+def s4d(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    inner, z, tail, _ = _ssm_inputs(p, c, x, pos, state, [])
+    dt, A = p["log_dt"].exp()[:, None], torch.complex(-p["A_log"].exp(), p["A_imag"])
+    C = torch.view_as_real(torch.view_as_complex(p["C"]) * torch.expm1(dt * A) / A)
+    h = part_of(state, "h")
+    inputs = precise(inner), dt * A.real, dt * A.imag, C
+    y, h = run("s4d", *inputs, pos=pos, initial_state=None if h is None else h.squeeze(-1))
+    y = (y.to(x.dtype) + p["D"] * inner) * F.silu(precise(z))
+    return linear(y.to(x.dtype), p["out_proj.weight"]), {"conv": tail, "h": h[..., None]}
