@@ -20,6 +20,7 @@ OPS = {
     "longhorn": ("longhorn", *SCAN),
     "rg_lru": SCAN,
     "s4d": ("short_conv",),
+    "ttt": ("short_conv",),
     "gsa": ("gated_slot_attention", "gated_linear_attention"),
     "gla": ("gated_linear_attention",),
     "retnet": ("gated_linear_attention",),

@@ -78,6 +78,16 @@ class LogArange(Initializer):
 
 
 @dataclass(frozen=True)
+class Reciprocals(Initializer):
+    """1 / (n + 1) along the last dimension."""
+
+    def __call__(self, w: "Tensor", g: "torch.Generator") -> None:
+        import torch
+
+        w.copy_((1 / torch.arange(1, w.shape[-1] + 1, dtype=torch.float32)).expand_as(w))
+
+
+@dataclass(frozen=True)
 class LogUniform(Initializer):
     """log of a number that is uniform on [low, high]: Mamba-2's A_log."""
 

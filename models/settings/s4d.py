@@ -92,9 +92,7 @@ class S4DConfig(MixerConfig):
             ),
             recurrences=(
                 RecurrenceCosts("short_conv", (conv,), chunk=0),
-                RecurrenceCosts(
-                    "s4d", (h,), chunk=CHUNK, copied=True, transition=((inner, self.pairs, 2, 2),), eager=self._eager(inner)
-                ),
+                RecurrenceCosts("s4d", (h,), chunk=CHUNK, transition=((inner, self.pairs, 2, 2),), eager=self._eager(inner)),
             ),
             # a chunk's convolution, and per pair of states 4 to read and 4 to write
             vector_flops=2 * CHUNK * inner + 8 * states,

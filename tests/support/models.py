@@ -25,7 +25,7 @@ OPTIONS = {
         "lattice": {"conv_bias": True},
         "linear_attention": {"normalization": "rms"},
     },
-    "static": {"gsa": {"gate": "data_independent"}, "rg_lru": {}, "s4d": {}},
+    "static": {"gsa": {"gate": "data_independent"}, "rg_lru": {}, "s4d": {}, "ttt": {}},
     "added": {"bmojo": {"add_ssm_output": True}},
     "falcon": {"mamba": {"projection_norm_eps": 1e-6}},
     "groups": {"mamba2": {"expand": 2, "n_groups": 4}, "gated_delta_net": {"v_heads": 8}, "kda": {"v_heads": 8, "gate_bias": True}},

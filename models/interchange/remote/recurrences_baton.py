@@ -20,6 +20,7 @@ from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.rg_lru.reference import rg_lru_reference
 from baton.kernels.s4d.reference import s4d_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
+from baton.kernels.ttt.reference import ttt_reference
 
 
 def lattice_loop(*inputs: Tensor, variant: Any, project: bool, **others: Any) -> tuple[Tensor, Tensor]:
@@ -36,6 +37,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "rg_lru": rg_lru_reference,
     "s4d": s4d_reference,
     "selective_scan": selective_scan_reference,
+    "ttt": ttt_reference,
 }
 
 
