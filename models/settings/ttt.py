@@ -172,4 +172,4 @@ class TTTConfig(MixerConfig):
 
     @classmethod
     def small(cls) -> "TTTConfig":
-        return cls(heads=4, head_dim=6, mini_batch=5)
+        return cls(heads=4, head_dim=6, mini_batch=16)
