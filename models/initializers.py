@@ -7,7 +7,7 @@ it.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +99,16 @@ class LogArange(Initializer):
 
 
 @dataclass(frozen=True)
+class Reciprocals(Initializer):
+    """1 / (n + 1) along the last dimension."""
+
+    def __call__(self, w: "Tensor", g: "torch.Generator") -> None:
+        import torch
+
+        w.copy_((1 / torch.arange(1, w.shape[-1] + 1, dtype=torch.float32)).expand_as(w))
+
+
+@dataclass(frozen=True)
 class LogUniform(Initializer):
     """log of a number that is uniform on [low, high]: Mamba-2's A_log."""
 
@@ -107,6 +117,45 @@ class LogUniform(Initializer):
 
     def __call__(self, w: "Tensor", g: "torch.Generator") -> None:
         w.uniform_(self.low, self.high, generator=g).log_()
+
+
+@dataclass(frozen=True)
+class Between(Initializer):
+    """U(low, high)."""
+
+    low: float
+    high: float
+
+    def __call__(self, w: "Tensor", g: "torch.Generator") -> None:
+        w.uniform_(self.low, self.high, generator=g)
+
+
+@dataclass(frozen=True)
+class S4DFrequencies(Initializer):
+    """Imaginary parts of S4D's A along the last dimension, n = 0 .. N/2 - 1, of N states (Gu et al. 2022, equations 8 and 9)."""
+
+    law: Literal["lin", "inv"]
+
+    def __call__(self, w: "Tensor", g: "torch.Generator") -> None:
+        import torch
+
+        n, states = torch.arange(w.shape[-1], dtype=torch.float32), 2 * w.shape[-1]
+        w.copy_((math.pi * n if self.law == "lin" else states / math.pi * (states / (2 * n + 1) - 1)).expand_as(w))
+
+
+@dataclass(frozen=True)
+class LogitOfRoot(Initializer):
+    """sigmoid^-1 of the root of order `power` of a number that is uniform on [low, high]: RG-LRU's Lambda."""
+
+    low: float
+    high: float
+    power: float
+
+    def __call__(self, w: "Tensor", g: "torch.Generator") -> None:
+        import torch
+
+        log_root = torch.empty_like(w).uniform_(self.low, self.high, generator=g).log_() / self.power
+        w.copy_(log_root - torch.log(-torch.expm1(log_root)))
 
 
 @dataclass(frozen=True)

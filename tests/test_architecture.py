@@ -52,10 +52,12 @@ SHARED = (
     "launcher/config.py",  # a run's configuration: every command that has to do with one reads it
     "launcher/cli/arguments.py",  # every command is one more
     "models/config.py",  # what each format of another library says in its own words, so a new format is one more
-    "models/mixer.py",  # the modules of mixers import these two, so a new kind is one more
-    "models/forward_context.py",
-    "models/settings/cost_model.py",  # the settings of each kind of mixer are written in these two, so a new kind is one more
+    # the settings of each kind of mixer are written in these, so a new kind is one more
     "models/settings/declarations.py",
+    "models/settings/cost_model.py",
+    # and the mixers in these
+    "models/mixer.py",
+    "models/forward_context.py",
 )
 
 

@@ -26,7 +26,7 @@ class MambaConfig(SSMBlockConfig):
     A_init: Literal["s4d_real", "half", "random"] = Field(
         "s4d_real",
         description="initial values of A. s4d_real: -(n + 1) for state index n, the paper's default; half: -1/2; random: minus the "
-        "exponential of a standard normal number. All are rows of table 8, whose complex A is not available",
+        "exponential of a standard normal number. All are rows of table 8, whose complex A is in the kind s4d, without selection",
     )
     selective: tuple[Literal["dt", "B", "C"], ...] = Field(
         ("dt", "B", "C"),

@@ -461,4 +461,4 @@ def test_sequence_ranks_gather_what_is_counted(measured, variant):
         assert sum(sent.bytes for name, sent in exchange.items() if name.startswith(what)) == 2 * seen.get(f"{direction} bytes", 0)
     gathered = [sent for name, sent in exchange.items() if "all-gather over context" in name]
     assert all((sent.members, sent.pairs, sent.once) == (SPANS, False, False) for sent in gathered)
-    assert bool(gathered) == (variant.split(",")[0] not in ("attention", "channel_mix", "lattice", "swiglu"))
+    assert bool(gathered) == (variant.split(",")[0] not in ("attention", "channel_mix", "lattice", "swiglu", "ttt"))

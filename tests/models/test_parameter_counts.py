@@ -208,6 +208,11 @@ SIZES = {
     "bmojo-hybrid-130m": (17 * (mamba(768) + attention(768, 12, 64)) + 32000 * 768 + 768, 130),
     "bmojo-hybrid-370m": (31 * (mamba(1024) + attention(1024, 16, 64)) + 32000 * 1024 + 1024, 370),
     "bmojo-hybrid-1.4b": (31 * (mamba(2048) + attention(2048, 32, 64)) + 32000 * 2048 + 2048, 1400),
+    # projections, the convolution's four taps and bias, gates in 16 blocks with biases, Lambda, and the norm before each
+    "hawk-1.3b": (
+        24 * (3 * 2048 * 2560 + 5 * 2560 + 2 * (2560 * 160 + 2560) + 2560 + 2048 + swiglu(2048, 6144)) + 32000 * 2048 + 2048,
+        1300,
+    ),
     "kimi-linear-1.3b": (
         18 * kda(2048, 16, 128) + 6 * (2048 * 128 * (2 * 16 + 2 * 4) + 2048) + 24 * swiglu(2048, 5632) + 2 * 32000 * 2048 + 2048,
         1300,

@@ -58,8 +58,8 @@ RULES = (
             "topk_memory", "wy",
         ),
         functions=(
-            "_DeltaRule", "_DiagonalScan", "_Gathered", "_Gla", "_Gsa", "_Joint", "_Lattice", "_RecvState", "_RunChunked",
-            "_Scan", "_SendState", "_SendStateFirst", "_QRChunk", "_Sequential", "_TransitionScan", "_WithSinks",
+            "_AsScanInputs", "_DeltaRule", "_DiagonalScan", "_Gathered", "_Gla", "_Gsa", "_Joint", "_Lattice", "_RecvState",
+            "_RunChunked", "_Scan", "_SendState", "_SendStateFirst", "_QRChunk", "_Sequential", "_TransitionScan", "_WithSinks",
         ),
         name=r"selective_scan|flash_|fmha|sdpa|attention",
         scope=r"^recurrence: |^aten::_?scaled_dot_product|^baton::innovation",

@@ -33,7 +33,7 @@ from baton.models.interchange.remote.layers_baton import (
 from baton.models.interchange.remote.layers_baton import part_of as _of
 from baton.models.interchange.remote.recurrences_baton import run
 from baton.models.interchange.remote.rwkv_baton import channel_mix, rwkv7
-from baton.models.interchange.remote.state_spaces_baton import longhorn, mamba, mamba2
+from baton.models.interchange.remote.state_spaces_baton import longhorn, mamba, mamba2, rg_lru, s4d
 
 # ---------------------------------------------------------------------------------------------------------------- linear attention
 
@@ -161,6 +161,24 @@ def lattice(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | N
     if c["output_norm"]:
         y = rms_norm(y, p["norm.weight"], eps)
     return linear((y * F.gelu(precise(gate))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "S": S}
+
+
+def ttt(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    qk, v, gate, step = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("qk", "v", "gate", "step"))
+    rows, tail, d = [], qk, c["head_dim"]
+    for name in ("conv_q", "conv_k"):
+        y, tail = convolution(qk, p[name], p[f"{name}_bias"], pos, _of(state, "conv"))
+        rows.append(rotary(heads(y.to(x.dtype), d), pos % c["mini_batch"], c["rope_theta"], d))
+    names = ("W1", "b1") if c["model"] == "linear" else ("W1", "b1", "W2", "b2")
+    base = c["base_lr"] or (1.0 if c["model"] == "linear" else 0.1)
+    norm = p["inner_norm_weight"], p["inner_norm_bias"]
+    lr = base / d * torch.sigmoid(precise(step) + p["step_bias"])
+    inputs = *map(precise, (*rows, heads(v, d))), lr, p["token_scale"].clamp(min=0.0), *norm, *(p[name] for name in names)
+    before = None if state is None else {name: a for name, a in state.items() if name != "conv"}
+    z, trained = run("ttt", *inputs, pos=pos, initial_state=before)
+    o = rows[0] + F.layer_norm(precise(z.to(x.dtype)), (d,), eps=1e-6) * norm[0] + norm[1]
+    y = rms_norm(o.flatten(2), p["norm.weight"], eps) * F.gelu(precise(gate))
+    return linear(y.to(x.dtype), p["out_proj.weight"]), {"conv": tail, **trained}
 
 
 # ----------------------------------------------------------------------------------------------------------------------- attention
@@ -326,6 +344,9 @@ MIXERS: dict[str, Callable[..., Result]] = {
     "mamba": mamba,
     "mamba2": mamba2,
     "retnet": retnet,
+    "rg_lru": rg_lru,
     "rwkv7": rwkv7,
+    "s4d": s4d,
     "swiglu": swiglu,
+    "ttt": ttt,
 }

@@ -18,7 +18,10 @@ from baton.kernels.generalized_delta_rule.reference import generalized_delta_rul
 from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.variant import UpdateRule
 from baton.kernels.longhorn.reference import longhorn_reference
+from baton.kernels.rg_lru.reference import rg_lru_reference
+from baton.kernels.s4d.reference import s4d_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
+from baton.kernels.ttt.reference import ttt_reference
 
 
 def lattice_loop(*inputs: Tensor, variant: Any, project: bool, **others: Any) -> tuple[Tensor, Tensor]:
@@ -33,7 +36,10 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "generalized_delta_rule": generalized_delta_rule_reference,
     "lattice": lattice_loop,
     "longhorn": longhorn_reference,
+    "rg_lru": rg_lru_reference,
+    "s4d": s4d_reference,
     "selective_scan": selective_scan_reference,
+    "ttt": ttt_reference,
 }
 
 

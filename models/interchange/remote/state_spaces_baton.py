@@ -1,4 +1,4 @@
-"""Mamba, Mamba-2 and Longhorn in plain PyTorch. Arguments and results are described in mixers_baton.
+"""Mamba, Mamba-2, Longhorn, S4D and the RG-LRU in plain PyTorch. Arguments and results are described in mixers_baton.
 
 Shapes: B batch, T tokens, D channels, N states of a channel.
 """
@@ -85,3 +85,28 @@ def mamba2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | No
     size = c["norm_group_size"] or y.shape[-1] // c["n_groups"]
     y = (rms_norm(heads(y, size), None, eps).flatten(2) * p["norm.weight"]).to(x.dtype)
     return linear(y, p["out_proj.weight"]), {"conv_x": conv_x, "conv_bc": conv_bc, "S": S}
+
+
+def rg_lru(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    inner, gate = linear(x, p["in_proj.x.weight"]), linear(x, p["in_proj.gate.weight"])
+    inner, tail = convolution(inner, p["conv_weight"], p["conv_bias"], pos, part_of(state, "conv"))
+    inner = inner.to(x.dtype)
+    blocks = heads(inner, p["W_a"].shape[-1])
+    r, i = (
+        torch.sigmoid(precise(torch.einsum("bthi,hij->bthj", blocks, p[f"W_{name}"].to(x.dtype)).flatten(2)) + p[f"b_{name}"])
+        for name in ("a", "x")
+    )
+    inputs = precise((i * inner).to(x.dtype)), c["c"] * F.logsigmoid(p["Lambda"]) * r
+    y, h = run("rg_lru", *inputs, pos=pos, initial_state=part_of(state, "h"))
+    return linear((y * F.gelu(precise(gate))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "h": h}
+
+
+def s4d(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    inner, z, tail, _ = _ssm_inputs(p, c, x, pos, state, [])
+    dt, A = p["log_dt"].exp()[:, None], torch.complex(-p["A_log"].exp(), p["A_imag"])
+    C = torch.view_as_real(torch.view_as_complex(p["C"]) * torch.expm1(dt * A) / A)
+    h = part_of(state, "h")
+    inputs = precise(inner), dt * A.real, dt * A.imag, C
+    y, h = run("s4d", *inputs, pos=pos, initial_state=None if h is None else h.squeeze(-1))
+    y = (y.to(x.dtype) + p["D"] * inner) * F.silu(precise(z))
+    return linear(y.to(x.dtype), p["out_proj.weight"]), {"conv": tail, "h": h[..., None]}
