@@ -115,6 +115,7 @@ def test_a_job_hands_nothing_of_its_own_to_the_next_and_says_that_srun_did_not_s
     assert (end["status"], end["reason"].startswith("the checks did not start on any node: ")) == (84, True)
 
 
+@pytest.mark.long_slurm
 def test_a_job_trains_a_mixer_of_the_users_own(submit, site, tmp_path, monkeypatch):
     """Whose package the job finds where the submission did: the script, the agent of a node and its ranks."""
     write_package(tmp_path)
