@@ -64,7 +64,8 @@ def linear(
         weight: the parameter in the compute dtype, without a graph.
         split_sizes: columns of the parts of y, one after the other; None: y is one part.
         group: ranks whose gradients of x are summed in the backward pass, overlapped with the products; None: no sum.
-        sum_group: ranks whose y are summed, overlapped with the product; their gradients are y's on every rank. None: no sum.
+        sum_group: ranks whose y are summed, overlapped with the product; the gradient is y's on every rank. y has one part then. None:
+            no sum.
         return_input: also return x first, for other readers of it: their gradient is the starting value of the input gradient's
             matmul, where autograd would add two tensors.
 
@@ -73,7 +74,10 @@ def linear(
     """
     sizes = tuple(split_sizes or (len(weight),))
     found: tuple[Tensor, ...] = _Linear.apply(x, parameter, weight, sizes, group, sum_group, return_input)
-    return found
+    if sum_group is None:
+        return found
+    *before, y = found
+    return *before, _Sum.apply(y, x.detach(), weight, sum_group)
 
 
 def accumulate_product(into: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
@@ -100,7 +104,7 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.parameter, ctx.split_sizes, ctx.group, ctx.return_input = parameter, split_sizes, group, return_input
-        y = F.linear(x, weight) if sum_group is None else _summed_product(x, weight, sum_group)
+        y = F.linear(x, weight) if sum_group is None else _first_piece(x, weight, sum_group)
         parts = (y,) if len(split_sizes) == 1 else y.split(split_sizes, dim=-1)
         return (x.view_as(x), *parts) if return_input else parts
 
@@ -163,17 +167,34 @@ def _pieces(rows: int, group: Any) -> list[slice]:
     return [slice(0, middle), slice(middle, rows)] if group is not None and middle >= _PIECE else [slice(0, rows)]
 
 
-def _summed_product(x: Tensor, weight: Tensor, group: Any) -> Tensor:
-    """x W^T summed over the group."""
-    rows, sums = x.reshape(-1, x.shape[-1]), []
-    y = x.new_empty(len(rows), len(weight))
-    for piece in _pieces(len(rows), group):
-        torch.mm(rows[piece], weight.mT, out=y[piece])
-        sums.append(dist.all_reduce(y[piece], group=group, async_op=True))
-    with timed_wait(describe_collective("all_reduce", group)):
-        for work in sums:
-            work.wait()
-    return y.view(*x.shape[:-1], len(weight))
+def _first_piece(x: Tensor, weight: Tensor, group: Any) -> Tensor:
+    """x W^T, of which only the first piece has been computed."""
+    rows, y = x.reshape(-1, x.shape[-1]), x.new_empty(*x.shape[:-1], len(weight))
+    first = _pieces(len(rows), group)[0]
+    torch.mm(rows[first], weight.mT, out=y.view(-1, len(weight))[first])
+    return y  # no view, for `_Sum` works in place
+
+
+class _Sum(torch.autograd.Function):
+    """y, whose first piece has been computed, whole and summed over the group. It keeps nothing, so that a recomputation, which
+    ends with the last tensor that is kept, does not repeat it behind a layer's last product."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, weight: Tensor, group: Any) -> Tensor:
+        ctx.mark_dirty(y)
+        rows, flat, sums = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]), []
+        for number, piece in enumerate(_pieces(len(rows), group)):
+            if number:
+                torch.mm(rows[piece], weight.mT, out=flat[piece])
+            sums.append(dist.all_reduce(flat[piece], group=group, async_op=True))
+        with timed_wait(describe_collective("all_reduce", group)):
+            for work in sums:
+                work.wait()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return dy, None, None, None
 
 
 def _input_gradient(

@@ -71,7 +71,12 @@ RULES = (
         name=r"rms_?norm|layer_?norm",
         scope=r"^aten::_?(fused_)?(rms|layer|native_layer)_norm",
     ),
-    Rule("matmul", functions=("_Linear",), name=rf"gemm|nvjet|cutlass|cublas|xmma|gemv|split_?k|^{_MATMUL}", scope=rf"^{_MATMUL}"),
+    Rule(
+        "matmul",
+        functions=("_Linear", "_Sum"),
+        name=rf"gemm|nvjet|cutlass|cublas|xmma|gemv|split_?k|^{_MATMUL}",
+        scope=rf"^{_MATMUL}",
+    ),
     Rule(
         "loss",
         kernels=("cross_entropy",),
