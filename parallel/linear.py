@@ -64,8 +64,8 @@ def linear(
         weight: the parameter in the compute dtype, without a graph.
         split_sizes: columns of the parts of y, one after the other; None: y is one part.
         group: ranks whose gradients of x are summed in the backward pass, overlapped with the products; None: no sum.
-        sum_group: ranks whose y are summed, overlapped with the product; the gradient is y's on every rank. y has one part then. None:
-            no sum.
+        sum_group: ranks whose y are summed, overlapped with the product; the gradient is y's on every rank. y has one part then.
+            None: no sum.
         return_input: also return x first, for other readers of it: their gradient is the starting value of the input gradient's
             matmul, where autograd would add two tensors.
 

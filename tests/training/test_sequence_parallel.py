@@ -20,7 +20,8 @@ from baton.training.lr_schedule import learning_rates
 from baton.training.step.executor import StepExecutor
 
 STEPS = 2
-MIXERS = [*kinds(), "hybrid"]
+MIXERS = [*(kind for kind in kinds() if kind != "ttt"), "hybrid"]
+"""ttt's inner LayerNorm of small outputs costs float32 a digit: tests/models/test_sequence_parallel.py has it in float64."""
 
 
 def settings(**changes):
