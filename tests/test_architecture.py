@@ -58,6 +58,9 @@ SHARED = (
     # and the mixers in these
     "models/mixer.py",
     "models/forward_context.py",
+    "parallel/tensor.py",
+    "models/settings/__init__.py",  # what there are kinds of, for all that lists, builds or checks them
+    "kernels/common/chunked_autograd.py",  # a recurrence whose chunks are in PyTorch is made of it, so one more is one more
 )
 
 

@@ -339,7 +339,9 @@ def test_what_tensor_ranks_exchange_has_a_share_of_the_rate(layout, factor):
     assert seconds[1] / seconds[0] == pytest.approx(factor, rel=0.01)
 
 
-CASE = re.compile(r"(?P<model>[\w.-]+), (?:1 rank|(?P<layout>\w+) (?P<ranks>\d+)), (?P<rows>\d+)x(?P<length>\d+) x (?P<count>\d+)")
+CASE = re.compile(
+    r"(?P<model>[\w.-]+), (?:1 rank|(?P<layout>\w+ \d+(?:, \w+ \d+)*)), (?P<rows>\d+)x(?P<length>\d+) x (?P<count>\d+)"
+)
 STEPS = [
     (CASE.fullmatch(row["case"]), row["ours"])
     for row in json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "scaling.json").read_text())
@@ -351,18 +353,20 @@ STEPS = [
 @pytest.mark.parametrize(("case", "measured"), STEPS, ids=[case[0] for case, _ in STEPS])
 def test_a_step_takes_as_long_as_planned(case, measured, tmp_path):
     """Within 15 %."""
-    rows, length, count, ranks = (int(case[name] or 1) for name in ("rows", "length", "count", "ranks"))
-    layouts = {None: {}, "sequence_parallel": {"tensor": ranks, "sequence_parallel": True}}
+    rows, length, count = (int(case[name]) for name in ("rows", "length", "count"))
+    layout = {name: int(ranks) for name, _, ranks in (part.partition(" ") for part in (case["layout"] or "data 1").split(", "))}
+    if ranks := layout.pop("sequence_parallel", 0):
+        layout |= {"tensor": ranks, "sequence_parallel": True}
     values = {
         "name": "measured",
         "model": case["model"],
         "data": {"path": "shards", "tokenizer": "tokenizer.model"},
-        "layout": layouts.get(case["layout"], {case["layout"]: ranks}),
+        "layout": layout,
         "training": {
             "steps": 10,
             "sequence_length": length,
             "micro_batch_size": rows,
-            "global_batch_tokens": rows * length * count * (ranks if case["layout"] == "data" else 1),
+            "global_batch_tokens": rows * length * count * layout.get("data", 1),
             "recompute": "none",
             "optimizer": {"lr": 1e-4},
         },
@@ -373,7 +377,10 @@ def test_a_step_takes_as_long_as_planned(case, measured, tmp_path):
 
 
 def test_measured_steps_are_of_every_layout():
-    assert {case["layout"] for case, _ in STEPS} >= {None, "data", "context", "tensor", "sequence_parallel", "pipeline"}
+    layouts = [case["layout"] for case, _ in STEPS]
+    assert None in layouts
+    names = {part.partition(" ")[0] for layout in layouts if layout for part in layout.split(", ")}
+    assert names == {"data", "context", "tensor", "sequence_parallel", "pipeline"}
 
 
 def test_a_cluster_of_ones_own(plan, tmp_path):
