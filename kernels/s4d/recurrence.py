@@ -13,13 +13,13 @@ from baton.kernels.s4d.op import s4d
 from baton.kernels.s4d.reference import s4d_reference
 
 
-def _initial(inputs: Inputs, state: State | None) -> Tensor | None:
-    """The op's initial state. Raises KernelError."""
-    if state is None:
-        return None
-    shape = len(inputs[0]), *inputs[3].shape, 1
-    expect_tensor("s4d", "initial_state", state["h"], ("batch", "channels", "d_state", "2", "1"), shape, inputs[0].device)
-    return state["h"].squeeze(-1)
+def _initial(state: State | None) -> Tensor | None:
+    """The op's initial state; the op refuses what is no tensor. Raises KernelError."""
+    h = None if state is None else state["h"]
+    if not isinstance(h, Tensor):
+        return h
+    expect_tensor("s4d", "initial_state", h, ("batch", "channels", "d_state", "2", "1"), (-1, -1, -1, 2, 1), h.device)
+    return h.squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class S4D(LinearRecurrence):
         return (StateSpec("h", (*inputs[3].shape, 1), state_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        y, h = s4d(*inputs, pos=pos, initial_state=_initial(inputs, state))
+        y, h = s4d(*inputs, pos=pos, initial_state=_initial(state))
         return y, {"h": h[..., None]}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        y, h = s4d_reference(*inputs, pos=pos, initial_state=_initial(inputs, state))
+        y, h = s4d_reference(*inputs, pos=pos, initial_state=_initial(state))
         return y, {"h": h[..., None]}
 
     def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
