@@ -22,8 +22,8 @@ _NARROW = 512
 """Gradients of output parts with fewer columns are concatenated: a matmul for each would cost more than the copy."""
 
 _PIECE = 2048
-"""Rows from which a product that is summed over ranks is made in two pieces: the first one's sum is under way while the second one
-is computed. With fewer, launches would cost more than what is hidden."""
+"""Fewest rows of a piece. A product that is summed over ranks is made in two pieces where both have as many: the first one's sum is
+under way while the second one is computed. With fewer, launches would cost more than what is hidden."""
 
 _adding = False
 

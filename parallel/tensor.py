@@ -99,7 +99,7 @@ class RowParallelLinear(CastWeightCache, tensor_parallel.RowParallelLinear):
         declare(self.weight, ParameterLayout((out_features, in_features), init, split=1))
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        (y,) = linear(input, self.weight, self.cast_weight())  # megatron-core's forward scatters the sum
+        (y,) = linear(input, self.weight, self.cast_weight())  # where y is scattered: megatron-core's forward sums it
         return y
 
     def forward(self, x: Tensor, return_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
