@@ -121,18 +121,20 @@ def diagonal_scan_combine_kernel(
     tl.store(final + b * size + i, h, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_checkpoint"])
 def diagonal_scan_forward_kernel(
     x, dt, A, bc, D, z, dt_bias, pos, initial_states, y, final, checkpoints,
-    T, split_len, x_batch, dt_batch, z_batch,
+    T, split_len, x_batch, dt_batch, z_batch, first_checkpoint,
     DIM: tl.constexpr, DSTATE: tl.constexpr, x_row: tl.constexpr, dt_row: tl.constexpr, z_row: tl.constexpr,
     RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_Z: tl.constexpr, HAS_POS: tl.constexpr, HAS_INITIAL_STATES: tl.constexpr,
-    STORE_CHECKPOINTS: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN_T: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, PREFETCH_T: tl.constexpr, CHECKPOINT_INTERVAL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """y [batch, T, DIM], multiplied by silu(z) if HAS_Z; the final state [batch, DIM, DSTATE]; and, if STORE_CHECKPOINTS, the state
-    before every CHECKPOINT_INTERVAL-th token, [batch, chunks, DIM, DSTATE].
+    """y [batch, T, DIM], multiplied by silu(z) if HAS_Z; the final state [batch, DIM, DSTATE]; and the state before every
+    CHECKPOINT_INTERVAL-th token, [batch, chunks, DIM, DSTATE].
 
+    first_checkpoint: 0, or -1 for no checkpoints, a number and not a constexpr: one program computes both, so that they have the
+    same bits. (Compilers choose which product of a b + c d is rounded, and chose otherwise without the store.)
     initial_states: of the splits, [batch, splits, DIM, DSTATE]. bc: see `diagonal_scan_pack_bc_kernel`.
     """
     b, p = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -166,7 +168,7 @@ def diagonal_scan_forward_kernel(
     for s in tl.static_range(PREFETCH_T):
         ahead += load_bc(b * 0 + begin + s, end, bc, n, BLOCK_N, True, RECURRENCE, EVEN_T)
     for t0 in tl.range(begin, end, BLOCK_T, loop_unroll_factor=UNROLL):
-        if STORE_CHECKPOINTS and t0 % CHECKPOINT_INTERVAL == 0:
+        if t0 % CHECKPOINT_INTERVAL == first_checkpoint:
             store_states(
                 checkpoints + (b * tl.cdiv(T, CHECKPOINT_INTERVAL) + t0 // CHECKPOINT_INTERVAL) * DIM * DSTATE,
                 state_offset,

@@ -290,17 +290,17 @@ class _ScanLaunch:
             initial_states, _ = self.combine(decay, add, initial_states)
         y = self.empty(self.batch, self.length, self.channels, like=x)
         final = self.empty(self.batch, self.channels, self.d_state)
-        chunks, checkpoints = -(-self.length // self.config.checkpoint_interval), None
-        if keep:
-            checkpoints = self.empty(self.batch, chunks, self.channels, self.d_state)
+        chunks = -(-self.length // self.config.checkpoint_interval)
+        # final: a pointer of the same dtype and alignment, so that it is the same compiled kernel; it is not written as checkpoints
+        checkpoints = self.empty(self.batch, chunks, self.channels, self.d_state) if keep else final
         self.launch(
             self.forward_kernels.diagonal_scan_forward_kernel, self.config.block_t, x, dt, self.A, self.bc, D, self.or_x(z),
-            self.or_x(dt_bias), self.or_x(self.pos), self.or_x(initial_states), y, final, self.or_x(checkpoints),
-            **self.strides(x=x, dt=dt, z=z), HAS_Z=z is not None, HAS_INITIAL_STATES=initial_states is not None,
-            STORE_CHECKPOINTS=keep, CHECKPOINT_INTERVAL=self.config.checkpoint_interval, PREFETCH_T=self.config.prefetch_t,
-            UNROLL=self.config.unroll,
+            self.or_x(dt_bias), self.or_x(self.pos), self.or_x(initial_states), y, final, checkpoints,
+            first_checkpoint=0 if keep else -1, **self.strides(x=x, dt=dt, z=z), HAS_Z=z is not None,
+            HAS_INITIAL_STATES=initial_states is not None, CHECKPOINT_INTERVAL=self.config.checkpoint_interval,
+            PREFETCH_T=self.config.prefetch_t, UNROLL=self.config.unroll,
         )  # fmt: skip
-        return y, final, checkpoints, decay
+        return y, final, checkpoints if keep else None, decay
 
     def backward(self, checkpoints: Tensor, decay: Tensor | None, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the initial state and of all inputs."""

@@ -154,8 +154,8 @@ def lattice_chunk_forward_kernel(
             parts = load_parts(checkpoint, of_parts, PART_D, inside, PARTS, EVEN_D)
             parts = lattice_loop(
                 parts, n * CHECKPOINT_INTERVAL, n * CHECKPOINT_INTERVAL + CHECKPOINT_INTERVAL, q + m, k + m, v, gamma, mu, pos,
-                S0_head, y, checkpoints, of_parts, inside, m, part, m_in, d_in, T, (q_row, k_row, v_row, gamma_row, mu_row), D, M,
-                H, VARIANT, FORGET, True, HAS_POS, EVEN_T, False, BLOCK_T, CHECKPOINT_INTERVAL, BLOCK_D, PARTS, WARPS, EVEN_D,
+                S0_head, y, checkpoints, of_parts, inside, m, part, m_in, d_in, T, (q_row, k_row, v_row, gamma_row, mu_row), -1,
+                D, M, H, VARIANT, FORGET, True, HAS_POS, EVEN_T, BLOCK_T, CHECKPOINT_INTERVAL, BLOCK_D, PARTS, WARPS, EVEN_D,
             )  # fmt: skip
             store_parts(own_slots, of_own_parts, PART_D, parts, inside, PARTS, True)
             tl.debug_barrier()

@@ -148,12 +148,12 @@ def lattice_step(
 @triton.jit
 def lattice_loop(
     S, begin, end, q, k, v, gamma, mu, pos, S0_head, y, checkpoints, slot_offset, inside, m, d, m_in, d_in, T, strides,
-    D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr, PROJECT: tl.constexpr,
-    HAS_POS: tl.constexpr, EVEN_T: tl.constexpr, STORE_CHECKPOINTS: tl.constexpr, BLOCK_T: tl.constexpr,
-    CHECKPOINT_INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr, EVEN_D: tl.constexpr,
+    first_checkpoint, D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr,
+    PROJECT: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr, BLOCK_T: tl.constexpr, CHECKPOINT_INTERVAL: tl.constexpr,
+    BLOCK_D: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """The slots after the tokens from begin to end, given those before. begin: a multiple of BLOCK_T. Pointers are those of the
-    program's sequence, head and slots.
+    """The slots after the tokens from begin to end, given those before. begin: a multiple of BLOCK_T. first_checkpoint: see
+    `lattice_forward_kernel`. Pointers are those of the program's sequence, head and slots.
     """
     PART_D: tl.constexpr = BLOCK_D // PARTS
     rows = ()
@@ -162,7 +162,7 @@ def lattice_loop(
             begin + s, q, k, v + d, gamma, mu, pos, T, strides, m_in, d_in, PARTS, PART_D, EVEN_D, EVEN_T, FORGET, HAS_POS
         )
     for t0 in range(begin, end, BLOCK_T):
-        if STORE_CHECKPOINTS and t0 % CHECKPOINT_INTERVAL == 0:
+        if t0 % CHECKPOINT_INTERVAL == first_checkpoint:
             store_parts(checkpoints + t0 // CHECKPOINT_INTERVAL * (D * M), slot_offset, PART_D, S, inside, PARTS, EVEN_D)
         next_rows, y_parts = (), ()
         for s in tl.static_range(BLOCK_T):
@@ -191,17 +191,20 @@ def lattice_loop(
     return S
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_checkpoint"])
 def lattice_forward_kernel(
     q, k, v, gamma, mu, pos, S_initial, S0, y, checkpoints, S_final, T,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, gamma_batch, gamma_row, gamma_head,
-    mu_batch, mu_row, mu_head,
+    mu_batch, mu_row, mu_head, first_checkpoint,
     D: tl.constexpr, M: tl.constexpr, H: tl.constexpr, VARIANT: tl.constexpr, FORGET: tl.constexpr, PROJECT: tl.constexpr,
-    HAS_POS: tl.constexpr, EVEN_T: tl.constexpr, STORE_CHECKPOINTS: tl.constexpr, BLOCK_T: tl.constexpr,
-    CHECKPOINT_INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
+    HAS_POS: tl.constexpr, EVEN_T: tl.constexpr, BLOCK_T: tl.constexpr, CHECKPOINT_INTERVAL: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """y [parts, B, T, H, D], summed over the slots of each program; if STORE_CHECKPOINTS, the slots before every
-    CHECKPOINT_INTERVAL-th token, [B, H, checkpoints, M, D]; and the final slots, [B, H, M, D].
+    """y [parts, B, T, H, D], summed over the slots of each program; the slots before every CHECKPOINT_INTERVAL-th token, [B, H,
+    checkpoints, M, D]; and the final slots, [B, H, M, D].
+
+    first_checkpoint: 0, or -1 for no checkpoints, a number and not a constexpr: one program computes both, so that they have the
+    same bits; see `diagonal_scan_forward_kernel`.
 
     S_initial: [B, H, M, D]. S0: the slots that documents start with, [H, M, D].
     """
@@ -225,7 +228,8 @@ def lattice_forward_kernel(
     checkpoints += bh.to(tl.int64) * tl.cdiv(T, CHECKPOINT_INTERVAL) * (D * M)
     S0_head = S0 + h * (D * M)
     S = lattice_loop(
-        S, 0, T, q, k, v, gamma, mu, pos, S0_head, y, checkpoints, slot_offset, inside, m, d, m_in, d_in, T, strides, D, M, H,
-        VARIANT, FORGET, PROJECT, HAS_POS, EVEN_T, STORE_CHECKPOINTS, BLOCK_T, CHECKPOINT_INTERVAL, BLOCK_D, PARTS, WARPS, EVEN_D,
+        S, 0, T, q, k, v, gamma, mu, pos, S0_head, y, checkpoints, slot_offset, inside, m, d, m_in, d_in, T, strides,
+        first_checkpoint, D, M, H, VARIANT, FORGET, PROJECT, HAS_POS, EVEN_T, BLOCK_T, CHECKPOINT_INTERVAL, BLOCK_D, PARTS, WARPS,
+        EVEN_D,
     )  # fmt: skip
     store_parts(S_final + head, slot_offset, PART_D, S, inside, PARTS, EVEN_D)

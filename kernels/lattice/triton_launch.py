@@ -183,14 +183,15 @@ class _LatticeLaunch:
             slots, *((config.warps_dec, config.parts_dec) if self.decoding else (config.warps, config.parts))
         )
         y, last = self._empty_outputs(parts), self.new(self.batch, self.heads, self.m, self.d)
-        checkpoints = self.new(self.batch, self.heads, self.checkpoints, self.m, self.d) if keep else None
+        # last: a pointer of the same dtype and alignment, so that it is the same compiled kernel
+        checkpoints = self.new(self.batch, self.heads, self.checkpoints, self.m, self.d) if keep else last
         _forward.lattice_forward_kernel[(parts, self.batch * self.heads)](
             self.q, self.k, self.v, self.gamma, self.or_q(self.mu), self.or_q(self.pos), S.mT.contiguous(), self.S0, y,
-            self.or_q(checkpoints), last, self.length, *self.strides, STORE_CHECKPOINTS=keep, BLOCK_T=config.block_t,
+            checkpoints, last, self.length, *self.strides, 0 if keep else -1, BLOCK_T=config.block_t,
             PROJECT=self.project, **block_options,
             **self.options,
         )  # fmt: skip
-        return self._sum_parts(y), last.mT.contiguous(), (checkpoints, None, None, None)
+        return self._sum_parts(y), last.mT.contiguous(), (checkpoints if keep else None, None, None, None)
 
     def _empty_outputs(self, parts: int) -> Tensor:
         dtype = self.q.dtype if parts == 1 else torch.float32

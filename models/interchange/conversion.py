@@ -2,8 +2,9 @@
 
 Source: Zhang et al. 2024, "Gated Slot Attention", section 4.2, after Kasai et al. 2021. Embeddings, MLPs, norms and the projections
 of queries, keys, values and outputs are kept; gates and decays, the norm of the outputs and convolutions are new. There is no gate
-of the outputs where a mixer can do without. As in the paper, queries and keys of GLA and RetNet go through relu, since softmax
-attention has no negative scores either; those of GSA are as they are. Rotary positions are left out, but RetNet has them too.
+of the outputs where a mixer can do without. The gates of GSA's slots begin with larger weights than from scratch (`_slot_gates`).
+As in the paper, queries and keys of GLA and RetNet go through relu, since softmax attention has no negative scores either; those of
+GSA are as they are. Rotary positions are left out, but RetNet has them too.
 """
 
 from collections.abc import Callable
@@ -99,6 +100,8 @@ def convert(
         found[".".join(part)] = x
     if target == "gated_delta_net":
         found |= _convolutions(converted, target, kept)
+    if target == "gsa":
+        found |= _slot_gates(converted, target, kept)
     return converted, found
 
 
@@ -120,4 +123,21 @@ def _convolutions(model: ModelConfig, target: str, kept: list[int]) -> dict[str,
                 taps = torch.zeros(declared.shape)
                 taps[:, -1] = 1
                 found[f"layers.{number}.{target}.mixer.{declared.name}"] = taps
+    return found
+
+
+_GATE_LOGITS = 4.0
+"""Standard deviation of the logits of a converted GSA's gates. With initial values as from scratch, for a width of 256 about 0.3,
+all slots of a head hold nearly the same mean of keys, and queries cannot tell them apart before the gates have learnt to differ."""
+
+
+def _slot_gates(model: ModelConfig, target: str, kept: list[int]) -> dict[str, Tensor]:
+    """Weights of the gates, the same for equal models, for inputs whose mean square is 1."""
+    found, generator = {}, torch.Generator().manual_seed(0)
+    for number in sorted(set(range(model.n_layers)) - set(kept)):
+        for declared in model.mixers[target].parameters(model.d_model):
+            if declared.name.startswith("in_proj."):
+                rows = dict(declared.fused_splits)["alpha"]
+                x = torch.randn(rows, model.d_model, generator=generator)
+                found[f"layers.{number}.{target}.mixer.in_proj.alpha.weight"] = x * _GATE_LOGITS * model.d_model**-0.5
     return found

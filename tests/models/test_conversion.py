@@ -7,6 +7,7 @@ import yaml
 from safetensors.torch import load_file
 from support.compare import relative_error
 from support.interchange import HEADS, transformers_model
+from support.recurrences import seeded
 
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.launcher.cli import main
@@ -35,8 +36,11 @@ def test_what_a_transformer_has_is_kept_and_the_gates_are_new(keep, tmp_path, ca
     gsa = model.mixers["gsa"]
     assert (gsa.head_dim, gsa.heads, gsa.kv_heads, gsa.slots) == (12, 4, 2, 64)
     layers = range(1 if keep else 2)
-    new = {f"layers.{n}.gsa.mixer.{name}" for n in layers for name in ("in_proj.alpha.weight", "norm.weight")}
-    assert names_of(model) - set(weights) == new
+    assert names_of(model) - set(weights) == {f"layers.{n}.gsa.mixer.norm.weight" for n in layers}
+    normed = F.rms_norm(torch.randn(200, model.d_model, generator=seeded(1)), (model.d_model,))
+    for n in layers:  # slots differ from the first step on
+        logits = normed @ weights[f"layers.{n}.gsa.mixer.in_proj.alpha.weight"].mT
+        assert 3 < logits.std() < 5
     assert set(weights) <= names_of(model)
     for number, layer in enumerate(theirs.model.layers):
         name, scale = ("gsa", 12**-0.5) if number in layers else ("attention", 1.0)

@@ -39,6 +39,7 @@ CHEAP = {
 # of tensors: what is in the activations' dtype; the others are float32, positions int32, and what is no pointer a size
 ACTIVATIONS = {"x", "dt", "B", "C", "z", "y", "dx", "ddt", "dz", "dy", "tail", "dtail", "dtail_out", "dbc_partial"}
 COUNTS = {
+    "first_checkpoint",
     "N",
     "T",
     "chunks",
@@ -55,7 +56,7 @@ COUNTS = {
     "tokens",
     "vocabulary",
 }
-SIZES = {"T", "dstate", "split_len", "span", "size", "num_splits", "B_row", "C_row"}
+SIZES = {"T", "first_checkpoint", "dstate", "split_len", "span", "size", "num_splits", "B_row", "C_row"}
 
 
 def signature(kernel, constants, dtype):
@@ -262,7 +263,7 @@ def _lattice_kernels():
         slots, slots_backward = (m, m) if decoding else (config.slots, config.slots_backward)
         parts, parts_backward = (config.parts_dec, config.parts_dec_backward) if decoding else (config.parts, config.parts_backward)
         warps, warps_backward = (config.warps_dec, config.warps_dec_backward) if decoding else (config.warps, config.warps_backward)
-        ahead = {**common, "STORE_CHECKPOINTS": True, "BLOCK_T": config.block_t, "PROJECT": project}
+        ahead = {**common, "BLOCK_T": config.block_t, "PROJECT": project}
         ahead |= {"BLOCK_M": slots, "PARTS": parts, "WARPS": warps}
         yield name, triton_forward.lattice_forward_kernel, ahead, warps, types | ({"y": "fp32"} if slots < m else {})
         back = {
@@ -561,7 +562,6 @@ def _kernels(arch):
         whole = {
             "HAS_Z": True,
             "HAS_INITIAL_STATES": True,
-            "STORE_CHECKPOINTS": True,
             "CHECKPOINT_INTERVAL": config.checkpoint_interval,
             "UNROLL": config.unroll,
         }

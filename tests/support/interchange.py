@@ -35,9 +35,9 @@ def transformers_model(name, **changes):
     return model
 
 
-def ours_of(model: ModelConfig, weights: Path):
-    """Baton's model with the weights of a file."""
-    built, found = language_model(model), load_file(weights)
+def ours_of(model: ModelConfig, weights: Path, **place):
+    """Baton's model with the weights of a file. place: its dtype and device."""
+    built, found = language_model(model, **place), load_file(weights)
     with torch.no_grad():
         for name, parameter, layout in named_layouts(built):
             for block in layout.shard_boxes(name, 0, 1):
@@ -47,7 +47,8 @@ def ours_of(model: ModelConfig, weights: Path):
 
 
 def logits_of(model, tokens):
-    hidden, _ = model(tokens, torch.arange(tokens.shape[1], dtype=torch.int32).expand(len(tokens), -1))
+    pos = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    hidden, _ = model(tokens, pos.expand(len(tokens), -1))
     return model.logits(hidden)[..., : model.config.vocab_size]
 
 
