@@ -29,7 +29,7 @@ from baton.data_pipeline.tokenizer_json import as_tokenizer_json, tokenizer_conf
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.launcher.run_directory import read_config
-from baton.models.config import ModelConfig
+from baton.models.config import ModelConfig, padding_to_rows
 from baton.models.interchange.conversion import convert
 from baton.models.interchange.mapping import InterchangeError, to_ours, to_theirs
 from baton.models.interchange.registry import family_of_config, family_of_model
@@ -96,8 +96,8 @@ def read_model(folder: Path, vocabulary: Vocabulary | None = None) -> ReadModel:
     embedding = theirs[family.embedding]
     if vocabulary is not None:
         require_rows(vocabulary, len(embedding), folder)
-        if vocabulary.size != model.vocab_size:
-            model = model.with_vocab_size(vocabulary.size)
+        padding = padding_to_rows(vocabulary.size, model.padded_vocab_size, model.pad_vocab_to)
+        model = model.model_copy(update={"vocab_size": vocabulary.size, "pad_vocab_to": padding})
     return ReadModel(model, ours, len(embedding), embedding.dtype, family.library)
 
 

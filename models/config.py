@@ -56,6 +56,13 @@ Layer = tuple[str, ...]
 """Names of a layer's sub-blocks, in order; each is x + mixer(norm(x))."""
 
 
+def padding_to_rows(vocab_size: int, rows: int, preferred: int) -> int:
+    """pad_vocab_to of an embedding of `rows` rows for a vocabulary of 1 to `rows` tokens: `preferred` if it gives these rows, else
+    the least power of two that does, else the least number."""
+    fitting = (n for n in range(rows - vocab_size + 1, rows + 1) if rows % n == 0)
+    return min(fitting, key=lambda n: (n != preferred, n & (n - 1) != 0, n))
+
+
 class ModelConfig(BaseModel):
     """A language model: embedding, n_layers layers of sub-blocks, final norm, head."""
 
@@ -194,11 +201,3 @@ class ModelConfig(BaseModel):
         if self.vocab_size is None:
             raise ValueError("model.vocab_size is not known yet: it comes from the tokenizer")
         return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
-
-    def with_vocab_size(self, vocab_size: int) -> "ModelConfig":
-        """The same rows for a vocabulary of 1 to padded_vocab_size tokens. pad_vocab_to is what it was, if that gives these rows;
-        else the least power of two that does; else the least number. Raises ValueError while vocab_size is None."""
-        rows = self.padded_vocab_size
-        fitting = (n for n in range(rows - vocab_size + 1, rows + 1) if rows % n == 0)
-        chosen = min(fitting, key=lambda n: (n != self.pad_vocab_to, n & (n - 1) != 0, n))
-        return self.model_copy(update={"vocab_size": vocab_size, "pad_vocab_to": chosen})

@@ -18,7 +18,10 @@ from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.launcher.cli import main
 from baton.launcher.errors import ConfigError
-from baton.models.config import ModelConfig
+from baton.launcher.interchange import _save
+from baton.models.config import ModelConfig, padding_to_rows
+from baton.models.interchange.mapping import to_theirs
+from baton.models.interchange.registry import family_of_model
 from baton.training.config_checks import with_vocabulary
 from baton.training.errors import RunError
 
@@ -94,6 +97,28 @@ def test_rows_beyond_the_tokenizers_ids_are_padding(case, tmp_path, capsys):
     assert loaded.loss(tokens).loss == pytest.approx(float(of_ids), rel=1e-5)
 
 
+@pytest.mark.parametrize("case", MODELS)
+def test_an_export_has_the_ids_rows_and_is_read_again_to_the_bit(case, tmp_path, capsys):
+    folder = saved(tmp_path, *MODELS[case])
+    tokenizer_json(folder, range(50))
+    model, _ = imported(folder, tmp_path, capsys)
+    family, theirs = family_of_model(model), load_file(folder / "model.safetensors")
+    written = to_theirs(family.maps(model), load_file(tmp_path / "ours.safetensors"))
+    assert written.keys() == theirs.keys()
+    for name, x in theirs.items():
+        assert torch.equal(written[name], x[:50] if name in (family.embedding, family.head) else x), name
+    again = tmp_path / "again"
+    again.mkdir()
+    _save(written, again)
+    (again / "config.json").write_text(json.dumps(family.config(model)))
+    tokenizer_json(again, range(50))
+    twice, line = imported(again, tmp_path, capsys)
+    assert "one for each row" in line
+    assert twice == model.model_copy(update={"pad_vocab_to": 8})
+    back = to_theirs(family.maps(twice), load_file(tmp_path / "ours.safetensors"))
+    assert all(torch.equal(back[name], x) for name, x in written.items())
+
+
 @pytest.mark.parametrize(
     ("ids", "expected", "said"),
     [
@@ -115,9 +140,8 @@ def test_the_padding_is_what_gives_the_files_rows(ids, expected, said, folder, t
     [(50280, 50277, 8), (151936, 151669, 1187), (152064, 151665, 512), (32064, 32011, 64), (50288, 50277, 16)],
 )
 def test_the_padding_of_published_models(rows, vocab_size, expected):
-    model = ModelConfig(d_model=16, n_layers=1, vocab_size=rows)
-    fitted = model.with_vocab_size(vocab_size)
-    assert (fitted.vocab_size, fitted.pad_vocab_to, fitted.padded_vocab_size) == (vocab_size, expected, rows)
+    assert padding_to_rows(vocab_size, rows, 8) == expected
+    assert ModelConfig(d_model=16, n_layers=1, vocab_size=vocab_size, pad_vocab_to=expected).padded_vocab_size == rows
 
 
 def test_without_a_tokenizer_the_rows_are_the_vocabulary(tmp_path, capsys):
@@ -147,6 +171,12 @@ def test_a_tokenizer_with_more_ids_than_rows_is_refused(tmp_path, capsys):
     with pytest.raises(ConfigError, match="has 71 ids, and the embedding has 61 rows"):
         baton.load(folder, device="cpu", tokenizer=tmp_path / "tokenizer.json")
     assert baton.load(folder, device="cpu").vocab_size == 61
+    for words, needle in (
+        (["generate"], "there is no tokenizer, so no text; put the model's tokenizer.model or tokenizer.json there"),
+        (["eval", "--long-context", "all", "--text", str(tmp_path / "text.txt")], "no text can be scored; put the model's"),
+        (["eval"], "a model's folder has no validation set; give --data SHARDS, --tasks or --long-context"),
+    ):
+        assert needle in refused([*words, str(folder)], capsys)
 
 
 @pytest.mark.parametrize(("ids", "padding"), [(None, 16), (70, 16), (75, 16), (60, 40), (40, 80)])
@@ -173,6 +203,33 @@ def test_a_configuration_with_other_rows_than_the_file_is_refused(folder, tmp_pa
     tokenizer_json(folder, range(50))
     needle = "backbone.embeddings.weight has shape (64, 32), and the configuration promises (50, 32)"
     assert needle in refused(["import", str(folder), "--out", str(tmp_path / "ours")], capsys)
+
+
+@pytest.mark.parametrize(
+    ("rows", "needle"),
+    [
+        (80, "the embedding has 80 rows, and model.vocab_size=61 padded to a multiple of model.pad_vocab_to=8 has 64; "
+             "set model.pad_vocab_to=20"),
+        (56, "the embedding has 56 rows, and model.vocab_size=61 padded to a multiple of model.pad_vocab_to=8 has 64; it is of"),
+        (None, "cannot be read as safetensors (No such file or directory); give a file of `baton import`"),
+    ],
+)  # fmt: skip
+def test_initial_weights_with_other_rows_are_refused_before_a_run_begins(rows, needle, tmp_path, capsys, monkeypatch):
+    """Else the run's directory would be there, with settings that are to be corrected."""
+    monkeypatch.chdir(tmp_path)
+    if rows is not None:
+        save_file({"embedding.weight": torch.zeros(rows, 16)}, "start.safetensors")
+    values = {
+        "name": "run",
+        "device": "cpu",
+        "model": {"d_model": 16, "n_layers": 1},
+        "data": {"kind": "mqar", "length": 32, "pairs": 2, "vocab_size": 61, "cases": []},
+        "training": {"initial_weights": "start.safetensors", "steps": 1, "sequence_length": 32, "global_batch_tokens": 64},
+    }
+    values["training"] |= {"micro_batch_size": 2, "schedule": {"kind": "constant"}, "optimizer": {"lr": 1e-3}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    assert f"training.initial_weights: start.safetensors: {needle}" in refused(["train", "run.yaml"], capsys)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_ids_count_though_no_token_is_known_to_end_a_document(folder, tmp_path, capsys):
