@@ -23,6 +23,7 @@ from baton.models.config import ModelConfig, padding_to_rows
 from baton.training.config_checks import with_vocabulary
 from baton.training.monitoring.wandb_writer import check_wandb
 
+EMBEDDING = "embedding.weight"
 BYTES_PER_TOKEN = 16
 """Bytes per token that no corpus exceeds. A text with this many bytes per token of a batch is not tokenized for the check."""
 
@@ -64,17 +65,23 @@ def _check_initial_weights(config: RunConfig, model: ModelConfig) -> None:
     chosen = config.training.initial_weights
     if chosen is None or any(config.folder.glob("checkpoints/step-*/manifest.json")):
         return
-    path, rows = chosen if isinstance(chosen, str) else chosen.file, model.padded_vocab_size
+    path = chosen if isinstance(chosen, str) else chosen.file
+    what = "give a file of `baton import` or `baton checkpoint export`"
     try:
         retry_transient(lambda: Path(path).open("rb").close())  # safe_open calls every failure a missing file
         with safe_open(path, framework="numpy") as file:
-            found = file.get_slice("embedding.weight").get_shape()[0] if "embedding.weight" in file.keys() else rows  # noqa: SIM118
+            there = EMBEDDING in file.keys()  # noqa: SIM118 (not a dictionary)
+            found = file.get_slice(EMBEDDING).get_shape()[0] if there else None
     except (OSError, SafetensorError) as error:
         if is_transient(error):
             raise
         reason = getattr(error, "strerror", None) or error
-        what = "give a file of `baton import` or `baton checkpoint export`"
         raise ConfigError(f"training.initial_weights: {path}: cannot be read as safetensors ({reason}); {what}") from None
+    if found is None:
+        if isinstance(chosen, str) or chosen.missing == "refuse":
+            raise ConfigError(f"training.initial_weights: {path}: there is no tensor {EMBEDDING}; {what}")
+        return
+    rows = model.padded_vocab_size
     if found != rows:
         size, padding = model.vocab_size or 0, model.pad_vocab_to
         fits = f"set model.pad_vocab_to={padding_to_rows(size, found, padding)}" if size <= found else "it is of another model"

@@ -1,4 +1,4 @@
-"""`baton.load`: opens a trained model from a run directory, a checkpoint's folder, or a folder that `baton export` wrote.
+"""`baton.load`: opens a trained model from a run directory, a checkpoint's folder, or a model's folder of another library.
 
 Checkpoints of any layout are read by one process, without process groups.
 """

@@ -13,7 +13,7 @@ from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_i
 def add(commands: Subparsers) -> None:
     parser = add_command(commands, "eval", _run, "evaluate a checkpoint: on its validation set, other data, tasks, or long texts")
     parser.add_argument(
-        "folder", metavar="RUN", type=Path, help="a run directory; for all but its own validation set also an exported folder"
+        "folder", metavar="RUN", type=Path, help="a run directory; for all but its own validation set also a model's folder"
     )
     parser.add_argument("--step", type=non_negative_int, help="the checkpoint's (default: the newest checkpoint)")
     on = parser.add_mutually_exclusive_group()

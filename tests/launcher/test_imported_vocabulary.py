@@ -211,6 +211,7 @@ def test_a_configuration_with_other_rows_than_the_file_is_refused(folder, tmp_pa
         (80, "the embedding has 80 rows, and model.vocab_size=61 padded to a multiple of model.pad_vocab_to=8 has 64; "
              "set model.pad_vocab_to=20"),
         (56, "the embedding has 56 rows, and model.vocab_size=61 padded to a multiple of model.pad_vocab_to=8 has 64; it is of"),
+        (0, "there is no tensor embedding.weight; give a file of `baton import`"),
         (None, "cannot be read as safetensors (No such file or directory); give a file of `baton import`"),
     ],
 )  # fmt: skip
@@ -218,7 +219,7 @@ def test_initial_weights_with_other_rows_are_refused_before_a_run_begins(rows, n
     """Else the run's directory would be there, with settings that are to be corrected."""
     monkeypatch.chdir(tmp_path)
     if rows is not None:
-        save_file({"embedding.weight": torch.zeros(rows, 16)}, "start.safetensors")
+        save_file({"embedding.weight" if rows else "model.embed_tokens.weight": torch.zeros(rows or 64, 16)}, "start.safetensors")
     values = {
         "name": "run",
         "device": "cpu",
@@ -230,6 +231,10 @@ def test_initial_weights_with_other_rows_are_refused_before_a_run_begins(rows, n
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     assert f"training.initial_weights: start.safetensors: {needle}" in refused(["train", "run.yaml"], capsys)
     assert not (tmp_path / "runs").exists()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").touch()
+    needle = "model: theirs is a model's folder; `baton import theirs --out NAME` makes a NAME.yaml of it"
+    assert needle in refused(["train", "run.yaml", "model=theirs"], capsys)
 
 
 def test_ids_count_though_no_token_is_known_to_end_a_document(folder, tmp_path, capsys):
