@@ -145,7 +145,7 @@ def _eod_id(tokenizer: Tokenizer, kinds: dict[str, tuple[int, int]], eos_id: int
         name, number = declared_eod(tokenizer.path)
         if name is not None and name in kinds:  # else it is a token that was added, which a tokenizer.json alone has
             return kinds[name][0]
-        if number is not None and number in controls.values():
+        if number is not None and (number, _Kinds.CONTROL) in kinds.values():  # a configuration's default may be any piece's
             return number
         if EOD_PIECE in kinds and kinds[EOD_PIECE][1] == _Kinds.CONTROL:
             return kinds[EOD_PIECE][0]

@@ -5,13 +5,12 @@ from pathlib import Path
 
 from baton.data_pipeline.errors import DataError, is_transient, unreadable
 from baton.data_pipeline.file_io import retry_transient
+from baton.data_pipeline.files import LFS_POINTER
 from baton.data_pipeline.tokenizer_base import Ids, Losses, Tokenizer
 
 __all__ = ["TOKENIZER_FILES", "Ids", "Losses", "Tokenizer", "load_tokenizer", "tokenizer_files"]
 
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
-_LFS = b"version https://git-lfs"
-"""How a file begins that stands for another one, in a clone without Git LFS."""
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -56,7 +55,7 @@ def _content(path: Path) -> bytes:
         if is_transient(error):
             raise unreadable(path, error) from error
         raise DataError(f"cannot read the tokenizer {path}: {error.strerror}; train one or correct the path") from error
-    if content.startswith(_LFS):
+    if content.startswith(LFS_POINTER):
         raise DataError(f"the tokenizer {path} is what Git LFS puts in a file's place; run `git lfs pull` in its folder")
     return content
 

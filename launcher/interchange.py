@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.errors import UnknownEodError
-from baton.data_pipeline.files import write_atomically
+from baton.data_pipeline.files import LFS_POINTER, write_atomically
 from baton.data_pipeline.sentencepiece_tokenizer import SentencePieceTokenizer
 from baton.data_pipeline.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, tokenizer_files
 from baton.data_pipeline.tokenizer_json import as_tokenizer_json, tokenizer_config
@@ -40,8 +40,6 @@ SHARD_BYTES = 5 << 30
 """Bytes of an exported file at most; larger models are written as several with an index."""
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-LFS = b"version https://git-lfs"
-"""How a file begins that stands for another one, in a clone without Git LFS."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types of weights that are read."""
 SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -294,7 +292,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _file(path: Path) -> dict[str, Tensor]:
     try:
         with path.open("rb") as file:
-            if file.read(len(LFS)) == LFS:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise ConfigError(
                     f"{path}: the file that Git LFS would put there is not there yet; run `git lfs pull` in its folder"
                 )
@@ -355,7 +353,10 @@ def _write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
         converted = as_tokenizer_json(tokenizer, content)
     else:
         converted = content.decode()
-    if converted is not None:
+    if converted is None:
+        if tokenizer.eod_token is not None:  # what reads the folder again would take the model's own
+            (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": tokenizer.eod_token}) + "\n", encoding="utf-8")
+    else:
         (folder / "tokenizer.json").write_text(converted, encoding="utf-8")
         named = tokenizer_config(converted, tokenizer.eod_id)
         (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")

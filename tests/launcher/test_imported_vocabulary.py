@@ -18,7 +18,7 @@ from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.launcher.cli import main
 from baton.launcher.errors import ConfigError
-from baton.launcher.interchange import _save
+from baton.launcher.interchange import _save, _write_tokenizer
 from baton.models.config import ModelConfig, padding_to_rows
 from baton.models.interchange.mapping import to_theirs
 from baton.models.interchange.registry import family_of_model
@@ -256,7 +256,7 @@ def test_a_tokenizer_that_git_lfs_has_not_fetched_is_refused(folder, tmp_path, c
 def test_a_folder_has_one_tokenizer_for_every_command(folder, tmp_path, capsys):
     """Of a SentencePiece model and the tokenizer.json made of it the former, whose ids are its own; but the latter if tokens have
     been added to it. The EOD token is the named one, then config.json's if it is special."""
-    words = {"vocab_size": 20, "model_type": "bpe", "hard_vocab_limit": False, "minloglevel": 2}
+    words = {"vocab_size": 20, "model_type": "bpe", "hard_vocab_limit": False, "minloglevel": 2, "user_defined_symbols": ["a"]}
     with (folder / "tokenizer.model").open("wb") as model:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(["abab cab", "bcab ab"] * 9), model_writer=model, **words)
     pieces = load_tokenizer(folder / "tokenizer.model").vocab_size
@@ -269,6 +269,17 @@ def test_a_folder_has_one_tokenizer_for_every_command(folder, tmp_path, capsys):
     (folder / "tokenizer.json").unlink()
     (folder / "added_tokens.json").write_text(json.dumps({"<|im_end|>": pieces + 1}))
     assert f"tokens added up to id {pieces + 1} are not in it" in imported(folder, tmp_path, capsys)[1]
+    config = json.loads((folder / "config.json").read_text())
+    own = load_tokenizer(folder / "tokenizer.model", "</s>").eod_id
+    for eos, expected in ((own - 1, own - 1), (own + 1, own), (None, own)):  # <s>; a piece of text; none
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": eos}))
+        assert load_tokenizer(folder).eod_id == expected, eos
+    for eod_token in (None, "a"):
+        shutil.rmtree(tmp_path / "written", ignore_errors=True)
+        (tmp_path / "written").mkdir()
+        _write_tokenizer(load_tokenizer(folder / "tokenizer.model", eod_token), tmp_path / "written")
+        assert not (tmp_path / "written" / "tokenizer.json").exists(), "it has other ids"
+        assert load_tokenizer(tmp_path / "written").eod_id == load_tokenizer(folder / "tokenizer.model", eod_token).eod_id
     for name in ("tokenizer.model", "added_tokens.json"):
         (folder / name).unlink()
 
