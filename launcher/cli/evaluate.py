@@ -21,7 +21,7 @@ def add(commands: Subparsers) -> None:
     on.add_argument("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, by name (pip install 'baton-lm[eval]')")
     on.add_argument("--long-context", metavar="A,B", help="questions about long texts, by name (docs/evaluation.md), or all")
     parser.add_argument("--length", type=positive_int, help="with --data: tokens of a window (default: those of training)")
-    parser.add_argument("--tokens", type=positive_int, help="with --data: labels at most, in whole documents, one at least (default: all)")
+    parser.add_argument("--tokens", type=positive_int, help="with --data: labels at most, but one document (default: all)")
     parser.add_argument("--split", default="validation", help="with --data: the split (default validation)")
     parser.add_argument("--by-position", action="store_true", help="with --data: also the loss by tokens seen before")
     parser.add_argument("--include", type=Path, metavar="FOLDER", help="with --tasks: a folder with task files of your own")
