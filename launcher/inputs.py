@@ -24,6 +24,7 @@ from baton.training.config_checks import with_vocabulary
 from baton.training.monitoring.wandb_writer import check_wandb
 
 EMBEDDING = "embedding.weight"
+"""The embedding in a file of weights."""
 BYTES_PER_TOKEN = 16
 """Bytes per token that no corpus exceeds. A text with this many bytes per token of a batch is not tokenized for the check."""
 

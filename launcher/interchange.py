@@ -133,7 +133,7 @@ def _added_ids(folder: Path) -> list[int]:
     if (path := folder / "added_tokens.json").is_file():
         found += [number for number in _json(path).values() if isinstance(number, int)]
     if (path := folder / "tokenizer_config.json").is_file():
-        found += [int(number) for number in _json(path).get("added_tokens_decoder") or {} if number.isdecimal()]
+        found += [int(number) for number in _json(path).get("added_tokens_decoder") or () if str(number).isdecimal()]
     return found
 
 

@@ -268,6 +268,7 @@ def test_a_folder_has_one_tokenizer_for_every_command(folder, tmp_path, capsys):
     assert baton.load(folder, device="cpu").vocab_size == pieces + 2 == imported(folder, tmp_path, capsys)[0].vocab_size
     (folder / "tokenizer.json").unlink()
     (folder / "added_tokens.json").write_text(json.dumps({"<|im_end|>": pieces + 1}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"0": {"content": "<unk>"}}}))
     assert f"tokens added up to id {pieces + 1} are not in it" in imported(folder, tmp_path, capsys)[1]
     config = json.loads((folder / "config.json").read_text())
     own = load_tokenizer(folder / "tokenizer.model", "</s>").eod_id
