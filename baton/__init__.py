@@ -28,7 +28,8 @@ def load(
     """A trained model and its tokenizer, on one device.
 
     Args:
-        place: a run directory, a checkpoint's folder in one, or a folder that `baton export` wrote.
+        place: a run directory, a checkpoint's folder in one, or a model's folder: what `baton export` wrote, or
+            another library in a format that `baton import` reads.
         step: of the checkpoint of a run directory; None: the newest whole one.
         device: "auto" is a GPU if there is one.
         dtype: of matmuls and activations; None: the run's. Parameters and States are float32.

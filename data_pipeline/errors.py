@@ -38,6 +38,20 @@ class FolderBusyError(DataError):
     exit_status = 75
 
 
+class UnknownEodError(DataError):
+    """A tokenizer that does not say which of its tokens ends a document, or has not the one that was named.
+
+    Attributes: `path`, its file; `vocab_size`, its ids are 0 <= id < vocab_size.
+    """
+
+    def __init__(self, message: str, path: str, vocab_size: int) -> None:
+        super().__init__(message, path, vocab_size)
+        self.path, self.vocab_size = path, vocab_size
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class InputError(DataError):
     """One input file that cannot be read; others can.
 

@@ -13,6 +13,8 @@ from baton.data_pipeline.errors import DataError, StorageError, error_reason, is
 from baton.data_pipeline.file_io import retry_transient
 
 TEMPORARY = ".tmp"
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that stands for another one, in a clone without Git LFS."""
 
 
 class AtomicFile:

@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.tokenizer_base import Ids, Tokenizer, no_eod
+from baton.data_pipeline.tokenizer_base import Ids, Tokenizer, declared_eod, no_eod
 
 # one thread: a preparation and a run have as many processes as they need
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -88,12 +88,15 @@ class HfTokenizer(Tokenizer):
 
     def _eod_id(self, path: Path) -> int:
         special = [token["content"] for token in self._added if token.get("special")]
-        name = self.eod_token or _declared_eod(path)
+        declared, number = declared_eod(path)
+        name = self.eod_token or declared
+        if name is None and number is not None and number in self._special:  # a configuration's default may be any token's
+            return number
         usual = [each for each in special if each in _USUAL_EOD]
         if name is None and len(usual) == 1:
             name = usual[0]
         if name is None or name not in self._vocabulary:
-            raise no_eod(path, name, special)
+            raise no_eod(self, name, special)
         return self._vocabulary[name]
 
     def _encode_part(self, content: bytes, begins: bool) -> Ids:
@@ -132,20 +135,6 @@ def byte_signs() -> list[str]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _declared_eod(path: Path) -> str | None:
-    """The EOS token that the files beside a tokenizer.json name."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        try:
-            token = json.loads(path.with_name(name).read_bytes()).get("eos_token")
-        except (OSError, ValueError, AttributeError):
-            continue
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            return token
-    return None
 
 
 def _parts(spec: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:

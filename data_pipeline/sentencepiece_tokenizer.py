@@ -19,7 +19,7 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
 from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.tokenizer_base import Ids, Tokenizer, joined, no_eod
+from baton.data_pipeline.tokenizer_base import Ids, Tokenizer, declared_eod, joined, no_eod
 
 EOD_PIECE = "<doc>"
 SPACE = "\u2581"  # SentencePiece writes a space as this character
@@ -140,12 +140,18 @@ class SentencePieceTokenizer(Tokenizer):
 def _eod_id(tokenizer: Tokenizer, kinds: dict[str, tuple[int, int]], eos_id: int) -> int:
     if tokenizer.eod_token is not None and tokenizer.eod_token in kinds:
         return kinds[tokenizer.eod_token][0]
-    if tokenizer.eod_token is None and EOD_PIECE in kinds and kinds[EOD_PIECE][1] == _Kinds.CONTROL:
-        return kinds[EOD_PIECE][0]
-    if tokenizer.eod_token is None and eos_id >= 0:
-        return eos_id
-    controls = (piece for piece, (_, kind) in kinds.items() if kind in (_Kinds.CONTROL, _Kinds.USER_DEFINED))
-    raise no_eod(tokenizer.path, tokenizer.eod_token, controls)
+    controls = {piece: number for piece, (number, kind) in kinds.items() if kind in (_Kinds.CONTROL, _Kinds.USER_DEFINED)}
+    if tokenizer.eod_token is None:
+        name, number = declared_eod(tokenizer.path)
+        if name is not None and name in kinds:  # else it is a token that was added, which a tokenizer.json alone has
+            return kinds[name][0]
+        if number is not None and (number, _Kinds.CONTROL) in kinds.values():  # a configuration's default may be any piece's
+            return number
+        if EOD_PIECE in kinds and kinds[EOD_PIECE][1] == _Kinds.CONTROL:
+            return kinds[EOD_PIECE][0]
+        if eos_id >= 0:
+            return eos_id
+    raise no_eod(tokenizer, tokenizer.eod_token, controls)
 
 
 def _bytes_of(model: model_pb2.ModelProto) -> list[bytes]:

@@ -5,15 +5,18 @@ ids are those of the library for the whole text. A long text is encoded in parts
 a cursor counts tokens from the document's beginning.
 """
 
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.errors import DataError, UnknownEodError
 
 Ids = npt.NDArray[np.int32]
 
@@ -162,13 +165,31 @@ def joined(parts: list[Ids]) -> Ids:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
 
-def no_eod(path: str | os.PathLike[str], eod_token: str | None, known: Iterable[str]) -> DataError:
+def declared_eod(path: str | os.PathLike[str]) -> tuple[str | None, int | None]:
+    """What the files beside a tokenizer's say of its EOS token: the name in tokenizer_config.json or special_tokens_map.json, and
+    the eos_token_id of a model's config.json. None where they say nothing, or several."""
+
+    def value(name: str, key: str) -> Any:
+        try:
+            return json.loads(Path(path).with_name(name).read_bytes()).get(key)
+        except (OSError, ValueError, AttributeError):
+            return None
+
+    found = [value(name, "eos_token") for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    names = [token.get("content") if isinstance(token, dict) else token for token in found]
+    number = value("config.json", "eos_token_id")
+    return next((name for name in names if isinstance(name, str)), None), number if type(number) is int else None
+
+
+def no_eod(tokenizer: Tokenizer, eod_token: str | None, known: Iterable[str]) -> UnknownEodError:
     """The error of a tokenizer that lacks the EOD token that was named, or any. known: its special tokens."""
-    names = list(known)
+    names, path = list(known), tokenizer.path
     shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "") or "none"
     if eod_token is not None:
-        return DataError(f"the tokenizer {path} has no token {eod_token!r}; name another with eod_token (special tokens: {shown})")
-    return DataError(
-        f"the tokenizer {path} does not say which token ends a document; name it with data.eod_token, or --eod-token (special "
-        f"tokens: {shown})"
-    )
+        message = f"the tokenizer {path} has no token {eod_token!r}; name another with eod_token (special tokens: {shown})"
+    else:
+        message = (
+            f"the tokenizer {path} does not say which token ends a document; name it with data.eod_token, --eod-token or the "
+            f"eos_token of a tokenizer_config.json beside it (special tokens: {shown})"
+        )
+    return UnknownEodError(message, path, tokenizer.vocab_size)

@@ -324,6 +324,8 @@ def _resolve_model(value: Any, where: str) -> Any:
         return parse_yaml((shipped / f"{value}.yaml").read_text(encoding="utf-8"))
     if value.endswith((".yaml", ".yml")):
         return read_yaml(Path(value))
+    if (Path(value) / "config.json").exists():
+        raise ConfigError(f"{where}: model: {value} is a model's folder; `baton import {value} --out NAME` makes a NAME.yaml of it")
     close = difflib.get_close_matches(value, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
     raise ConfigError(f"{where}: model: no model is called {value!r}; {hint} (or the path of a .yaml file)")

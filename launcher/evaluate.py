@@ -83,6 +83,8 @@ def evaluate_checkpoint(folder: Path, step: int | None = None, device: str = "au
     Raises ConfigError if the checkpoint does not exist or `out` cannot be written, and CheckpointError if the checkpoint is
     incomplete or belongs to another run.
     """
+    if (folder / "config.json").exists() and not (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder}: a model's folder has no validation set; give --data SHARDS, --tasks or --long-context")
     config = read_config(folder / "config.yaml")
     path = newest(folder / "checkpoints") if step is None else folder / "checkpoints" / f"step-{step:08d}"
     if path is None:

@@ -61,7 +61,7 @@ def evaluate_data(
     """
     checkpoint, row, folder = _found(place, step)
     if length is None and checkpoint is None:
-        raise ConfigError(f"{place}: an exported folder does not say the length of training; give --length")
+        raise ConfigError(f"{place}: a model's folder does not say the length of training; give --length")
     length = length or read_config(folder / "config.yaml").training.sequence_length
     Dataset.open(data).require(split)  # refused before a model is loaded or a process started
     sheet = sheet_of(folder, out)
@@ -216,5 +216,6 @@ def _found(place: Path, step: int | None) -> tuple[Path | None, dict[str, Any], 
 def _loaded(place: Path, checkpoint: Path | None, step: int | None, device: str | torch.device) -> LoadedModel:
     loaded = load_model(place, step=step, device=device) if checkpoint is None else load_checkpoint(checkpoint, device_of(device))
     if loaded.tokenizer is None:
-        raise ConfigError(f"{place}: there is no tokenizer, so no text can be scored; give a run on data.kind=shards")
+        what = "give a run on data.kind=shards" if checkpoint else "put the model's tokenizer.model or tokenizer.json there"
+        raise ConfigError(f"{place}: there is no tokenizer, so no text can be scored; {what}")
     return loaded

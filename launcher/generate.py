@@ -51,6 +51,8 @@ def generate_text(
                 f"data.kind=shards (this one's accuracy is in its metrics.jsonl)"
             )
     loaded = load_model(folder, step=step, device=device, say=lambda text: print(text, file=sys.stderr))
+    if loaded.tokenizer is None:
+        raise ConfigError(f"{folder}: there is no tokenizer, so no text; put the model's tokenizer.model or tokenizer.json there")
     wanted = [(prompt, number) for prompt in prompts for number in range(samples)]
     batches = loaded.generate_batches(
         [prompt for prompt, _ in wanted],

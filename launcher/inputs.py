@@ -7,18 +7,24 @@ tokenized until there are.
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError, StorageError, is_transient
+from baton.data_pipeline.file_io import retry_transient
 from baton.data_pipeline.packing import check_tokenizer, token_chunks
 from baton.data_pipeline.run_source import open_datasets
 from baton.data_pipeline.storage import Location
 from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
+from baton.models.config import ModelConfig, padding_to_rows
 from baton.training.config_checks import with_vocabulary
 from baton.training.monitoring.wandb_writer import check_wandb
 
+EMBEDDING = "embedding.weight"
+"""The embedding in a file of weights."""
 BYTES_PER_TOKEN = 16
 """Bytes per token that no corpus exceeds. A text with this many bytes per token of a batch is not tokenized for the check."""
 
@@ -27,12 +33,15 @@ def check_inputs(config: RunConfig) -> None:
     """Checks that the data exists and fits and that needed packages are installed. Raises ConfigError, DataError or RunError."""
     check_wandb(config.training.monitoring.wandb)
     if not isinstance(config.data, ShardsConfig):
+        _check_initial_weights(config, with_vocabulary(config.model, config.data.vocab_size, None))
         return  # a synthetic task has no files; its settings are checked with all others
     path = config.data.tokenizer
     if not Path(path).exists():
         raise ConfigError(f"data.tokenizer={path}: no such file; train one with `baton tokenizer train`")
     tokenizer = load_tokenizer(path, config.data.eod_token)
-    config.model_copy(update={"model": with_vocabulary(config.model, tokenizer.vocab_size, path)}).check()
+    model = with_vocabulary(config.model, tokenizer.vocab_size, path)
+    config.model_copy(update={"model": model}).check()
+    _check_initial_weights(config, model)
     datasets = open_datasets(config.data)
     for place, dataset in zip(config.data.places.values(), datasets.values(), strict=True):
         check_tokenizer(dataset, tokenizer)
@@ -48,6 +57,38 @@ def check_inputs(config: RunConfig) -> None:
         raise ConfigError(
             f"the training documents of {', '.join(config.data.places.values())} have {found:,} tokens, fewer than one batch "
             f"(training.global_batch_tokens={wanted:,}); prepare more, or lower that"
+        )
+
+
+def _check_initial_weights(config: RunConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for initial weights of a new run that are no file, or whose embedding has other rows than the model's. All
+    tensors are compared when they are loaded. model: whose vocabulary is known."""
+    chosen = config.training.initial_weights
+    if chosen is None or any(config.folder.glob("checkpoints/step-*/manifest.json")):
+        return
+    path = chosen if isinstance(chosen, str) else chosen.file
+    what = "give a file of `baton import` or `baton checkpoint export`"
+    try:
+        retry_transient(lambda: Path(path).open("rb").close())  # safe_open calls every failure a missing file
+        with safe_open(path, framework="numpy") as file:
+            there = EMBEDDING in file.keys()  # noqa: SIM118 (not a dictionary)
+            found = file.get_slice(EMBEDDING).get_shape()[0] if there else None
+    except (OSError, SafetensorError) as error:
+        if is_transient(error):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"training.initial_weights: {path}: cannot be read as safetensors ({reason}); {what}") from None
+    if found is None:
+        if isinstance(chosen, str) or chosen.missing == "refuse":
+            raise ConfigError(f"training.initial_weights: {path}: there is no tensor {EMBEDDING}; {what}")
+        return
+    rows = model.padded_vocab_size
+    if found != rows:
+        size, padding = model.vocab_size or 0, model.pad_vocab_to
+        fits = f"set model.pad_vocab_to={padding_to_rows(size, found, padding)}" if size <= found else "it is of another model"
+        raise ConfigError(
+            f"training.initial_weights: {path}: the embedding has {found} rows, and model.vocab_size={size} padded to a multiple "
+            f"of model.pad_vocab_to={padding} has {rows}; {fits}"
         )
 
 

@@ -7,14 +7,12 @@ files. Nothing is written before everything was read and checked.
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import sentencepiece
-import tokenizers
 import torch
 import yaml
 from pydantic import ValidationError
@@ -23,15 +21,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.data_pipeline.config import ShardsConfig
-from baton.data_pipeline.errors import DataError
-from baton.data_pipeline.files import write_atomically
+from baton.data_pipeline.errors import UnknownEodError
+from baton.data_pipeline.files import LFS_POINTER, write_atomically
 from baton.data_pipeline.sentencepiece_tokenizer import SentencePieceTokenizer
-from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from baton.data_pipeline.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, tokenizer_files
 from baton.data_pipeline.tokenizer_json import as_tokenizer_json, tokenizer_config
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.launcher.run_directory import read_config
-from baton.models.config import ModelConfig
+from baton.models.config import ModelConfig, padding_to_rows
 from baton.models.interchange.conversion import convert
 from baton.models.interchange.mapping import InterchangeError, to_ours, to_theirs
 from baton.models.interchange.registry import family_of_config, family_of_model
@@ -42,8 +40,6 @@ SHARD_BYTES = 5 << 30
 """Bytes of an exported file at most; larger models are written as several with an index."""
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-LFS = b"version https://git-lfs"
-"""How a file begins that stands for another one, in a clone without Git LFS."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types of weights that are read."""
 SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -51,19 +47,31 @@ SINGLE = ("model.safetensors", "pytorch_model.bin")
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model in another library's folder. weights: float32, with Baton's names. dtype: that most of them are stored in."""
+    """A model in another library's folder. weights: float32, with Baton's names. rows: of the embedding in the file. dtype: that
+    most weights are stored in."""
 
     model: ModelConfig
     weights: dict[str, Tensor]
+    rows: int
     dtype: torch.dtype
     library: str
 
 
-def read_model(folder: Path) -> ReadModel:
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids of a tokenizer: 0 <= id < size. path: its file."""
+
+    path: str
+    size: int
+
+
+def read_model(folder: Path, vocabulary: Vocabulary | None = None) -> ReadModel:
     """Reads a model from another library's folder.
 
-    Raises ConfigError for a folder that is none, an unknown architecture, and tensors that are missing, unknown, of other shapes,
-    of other types than DTYPES, or not finite.
+    vocabulary: its tokenizer's. The embedding's rows beyond it are padding: they are read and have no part in the loss.
+
+    Raises ConfigError for a folder that is none, an unknown architecture, tensors that are missing, unknown, of other shapes,
+    of other types than DTYPES, or not finite, and for a tokenizer with more ids than the embedding has rows.
     """
     config = _json(folder / "config.json")
     try:
@@ -83,44 +91,66 @@ def read_model(folder: Path) -> ReadModel:
         raise ConfigError(f"{folder}: config.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except ValueError as error:
         raise ConfigError(f"{folder}: config.json: {error}") from None
-    return ReadModel(model, ours, theirs[family.embedding].dtype, family.library)
+    embedding = theirs[family.embedding]
+    if vocabulary is not None:
+        require_rows(vocabulary, len(embedding), folder)
+        padding = padding_to_rows(vocabulary.size, model.padded_vocab_size, model.pad_vocab_to)
+        model = model.model_copy(update={"vocab_size": vocabulary.size, "pad_vocab_to": padding})
+    return ReadModel(model, ours, len(embedding), embedding.dtype, family.library)
 
 
-def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a model's folder, whose eos_token_id ends documents; None where there is none. Raises DataError."""
-    # a tokenizer.json beside a SentencePiece model was converted from it; but other kinds of files have that name too
-    found = [path for name in ("tokenizer.model", "tokenizer.json") if (path := folder / name).is_file()]
-    end = _json(folder / "config.json").get("eos_token_id")
-    for path in found:
-        try:
-            return load_tokenizer(path, _token(path, end) if isinstance(end, int) else None)
-        except DataError:
-            if path == found[-1]:
-                raise
-    return None
+def require_rows(vocabulary: Vocabulary, rows: int, model: Path) -> None:
+    """Raises ConfigError for a tokenizer with ids that a model's embedding has no rows for."""
+    if vocabulary.size > rows:
+        raise ConfigError(
+            f"{model}: the tokenizer {vocabulary.path} has {vocabulary.size} ids, and the embedding has {rows} rows; give the "
+            f"model's own tokenizer, or remove the added tokens with ids from {rows} on"
+        )
 
 
-def _token(path: Path, number: int) -> str | None:
-    """The name of a token in a tokenizer's file; None where the file cannot be read."""
+def folder_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a model's folder; None where there is none. Raises DataError."""
+    return load_tokenizer(folder) if tokenizer_files(folder) else None
+
+
+def _folder_vocabulary(folder: Path) -> tuple[Vocabulary | None, str]:
+    """The ids of a folder's tokenizer, which are known though it may not say which token ends a document; and a remark on it."""
     try:
-        if path.suffix == ".json":
-            found: str | None = tokenizers.Tokenizer.from_file(str(path)).id_to_token(number)
-        else:
-            found = sentencepiece.SentencePieceProcessor(model_file=str(path)).id_to_piece(number)
-    except Exception:  # what `tokenizers` raises has no other class
-        return None
+        tokenizer = folder_tokenizer(folder)
+    except UnknownEodError as error:
+        remark = "; it does not say which token ends a document: name it with data.eod_token"
+        return Vocabulary(error.path, error.vocab_size), remark
+    if tokenizer is None:
+        return None, ""
+    last = max(_added_ids(folder), default=-1)
+    remark = f"; tokens added up to id {last} are not in it: save the folder's tokenizer as tokenizer.json to have them"
+    return Vocabulary(tokenizer.path, tokenizer.vocab_size), remark if last >= tokenizer.vocab_size else ""
+
+
+def _added_ids(folder: Path) -> list[int]:
+    """Ids that are added to a tokenizer by the files beside it. Raises ConfigError for a file that cannot be read."""
+    found: list[int] = []
+    if (path := folder / "added_tokens.json").is_file():
+        found += [number for number in _json(path).values() if isinstance(number, int)]
+    if (path := folder / "tokenizer_config.json").is_file():
+        found += [int(number) for number in _json(path).get("added_tokens_decoder") or () if str(number).isdecimal()]
     return found
 
 
-def import_model(folder: Path, out: Path, *, to: str | None = None, keep_attention: int = 0) -> tuple[ModelConfig, str]:
+def import_model(
+    folder: Path, out: Path, *, to: str | None = None, keep_attention: int = 0, say: Callable[[str], None] = lambda _: None
+) -> tuple[ModelConfig, str]:
     """Read a model from another library's folder; write out.yaml, a model's settings for a run file, and out.safetensors, weights
     for training.initial_weights. Returns the settings, and whose format it was.
 
     to, keep_attention: write a recurrent model instead, and a part of its weights (models.interchange.conversion).
+    say: called with a line about the vocabulary, which is that of the folder's tokenizer.
 
-    Raises ConfigError for what `read_model` and a conversion refuse, and a place that cannot be written.
+    Raises ConfigError for what `read_model` and a conversion refuse, and a place that cannot be written; DataError for a damaged
+    tokenizer.
     """
-    read = read_model(folder)
+    vocabulary, remark = _folder_vocabulary(folder)
+    read = read_model(folder, vocabulary)
     model, library, weights_of_model = read.model, read.library, read.weights
     if to is not None:
         try:
@@ -136,7 +166,22 @@ def import_model(folder: Path, out: Path, *, to: str | None = None, keep_attenti
         raise ConfigError(f"{out.parent}: cannot be made ({error.strerror}); choose another place") from None
     write_weights(weights_of_model, weights, {"from": library})
     write_atomically(section, text.encode())
+    say(_vocabulary_line(read, vocabulary) + remark)
     return model, library
+
+
+def _vocabulary_line(read: ReadModel, vocabulary: Vocabulary | None) -> str:
+    model = read.model
+    if vocabulary is None:
+        files = " or ".join(TOKENIZER_FILES)
+        return f"vocabulary: vocab_size is that of config.json, {model.vocab_size}, because the folder has no {files}"
+    name = Path(vocabulary.path).name
+    if vocabulary.size == read.rows:
+        return f"vocabulary: vocab_size is the {vocabulary.size} ids of {name}, one for each row of the embedding"
+    return (
+        f"vocabulary: vocab_size is the {vocabulary.size} ids of {name}; pad_vocab_to={model.pad_vocab_to} keeps the embedding's "
+        f"{read.rows} rows, the last {read.rows - vocabulary.size} as padding without a part in the loss"
+    )
 
 
 def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torch.dtype | None = None) -> tuple[Path, str]:
@@ -247,7 +292,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _file(path: Path) -> dict[str, Tensor]:
     try:
         with path.open("rb") as file:
-            if file.read(len(LFS)) == LFS:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise ConfigError(
                     f"{path}: the file that Git LFS would put there is not there yet; run `git lfs pull` in its folder"
                 )
@@ -308,7 +353,10 @@ def _write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
         converted = as_tokenizer_json(tokenizer, content)
     else:
         converted = content.decode()
-    if converted is not None:
+    if converted is None:
+        if tokenizer.eod_token is not None:  # what reads the folder again would take the model's own
+            (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": tokenizer.eod_token}) + "\n", encoding="utf-8")
+    else:
         (folder / "tokenizer.json").write_text(converted, encoding="utf-8")
         named = tokenizer_config(converted, tokenizer.eod_id)
         (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")

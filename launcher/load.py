@@ -1,4 +1,4 @@
-"""`baton.load`: opens a trained model from a run directory, a checkpoint's folder, or a folder that `baton export` wrote.
+"""`baton.load`: opens a trained model from a run directory, a checkpoint's folder, or a model's folder of another library.
 
 Checkpoints of any layout are read by one process, without process groups.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from baton.launcher.errors import ConfigError
-from baton.launcher.interchange import read_model, read_tokenizer
+from baton.launcher.interchange import Vocabulary, folder_tokenizer, read_model, require_rows
 from baton.launcher.run_directory import checkpoint_steps, read_config
 from baton.models.lm import LanguageModel
 from baton.parallel.mesh import local_device
@@ -61,6 +61,8 @@ def load_checkpoint(
     else:
         found = None if tokenizer is None else load_tokenizer(tokenizer)
         model_config = with_vocabulary(config.model, config.data.vocab_size, None)
+        if found is not None:
+            require_rows(Vocabulary(found.path, found.vocab_size), config.data.vocab_size, checkpoint)
     if Manifest.read(checkpoint).fingerprints.get("model") != model_fingerprint(model_config):
         raise CheckpointError(f"{checkpoint}: the checkpoint is not of the model that config.yaml describes")
     compute = DTYPES[config.training.compute_dtype_on(on.type)] if dtype is None else dtype
@@ -95,12 +97,13 @@ def _exported(
     folder: Path, device: torch.device, dtype: torch.dtype | None, tokenizer: str | os.PathLike[str] | None
 ) -> LoadedModel:
     """The model of a folder with config.json and weights, computed in float32 on a CPU and in the type of its weights elsewhere."""
-    read = read_model(folder)
+    own = folder_tokenizer(folder) if tokenizer is None else load_tokenizer(tokenizer)
+    read = read_model(folder, None if own is None else Vocabulary(own.path, own.vocab_size))
     compute = dtype or (torch.float32 if device.type == "cpu" or read.dtype not in DTYPES.values() else read.dtype)
     with device:
         model = LanguageModel(read.model, compute_dtype=compute)
     _copy(model, read.weights)
-    return LoadedModel(model, read_tokenizer(folder) if tokenizer is None else load_tokenizer(tokenizer))
+    return LoadedModel(model, own)
 
 
 def _copy(model: LanguageModel, weights: dict[str, Tensor]) -> None:

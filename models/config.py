@@ -56,6 +56,13 @@ Layer = tuple[str, ...]
 """Names of a layer's sub-blocks, in order; each is x + mixer(norm(x))."""
 
 
+def padding_to_rows(vocab_size: int, rows: int, preferred: int) -> int:
+    """pad_vocab_to of an embedding of `rows` rows for a vocabulary of 1 to `rows` tokens: `preferred` if it gives these rows, else
+    the least power of two that does, else the least number."""
+    fitting = (n for n in range(rows - vocab_size + 1, rows + 1) if rows % n == 0)
+    return min(fitting, key=lambda n: (n != preferred, n & (n - 1) != 0, n))
+
+
 class ModelConfig(BaseModel):
     """A language model: embedding, n_layers layers of sub-blocks, final norm, head."""
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.models.config import ModelConfig
+from baton.models.config import ModelConfig, padding_to_rows
 from baton.training.config import TrainingConfig
 from baton.training.errors import RunError
 
@@ -41,8 +41,11 @@ def with_vocabulary(config: ModelConfig, vocab_size: int, tokenizer: Path | str 
     """
     if config.vocab_size not in (None, vocab_size):
         where, whose = ("the task", "the task's") if tokenizer is None else (f"the tokenizer {tokenizer}", "the tokenizer's")
+        rows, kept = config.padded_vocab_size, ""
+        if vocab_size <= rows and (padding := padding_to_rows(vocab_size, rows, config.pad_vocab_to)) != config.pad_vocab_to:
+            kept = f"; with model.pad_vocab_to={padding} the embedding keeps its {rows} rows"
         raise RunError(
             f"model.vocab_size={config.vocab_size}, but {where} has {vocab_size} tokens; "
-            f"set model.vocab_size={vocab_size}, or null to take {whose}"
+            f"set model.vocab_size={vocab_size}, or null to take {whose}{kept}"
         )
     return config.model_copy(update={"vocab_size": vocab_size})

@@ -14,7 +14,7 @@ def add(commands: Subparsers) -> None:
     prepare.add_argument("--out", required=True, help="the dataset's folder; what is finished in it is kept")
     prepare.add_argument("--include", action="append", metavar="GLOB", help="files to take from folders, e.g. '*.py' (repeatable)")
     prepare.add_argument("--exclude", action="append", metavar="GLOB", help="files to leave out, also of an unfinished dataset")
-    prepare.add_argument("--tokenizer", help="a .model or tokenizer.json file: store token ids instead of text")
+    prepare.add_argument("--tokenizer", help="a .model or tokenizer.json file, or a folder with one: store ids instead of text")
     prepare.add_argument("--eod-token", help="the token between documents (default: the tokenizer's EOS token)")
     prepare.add_argument("--ids", action="store_true", help="the inputs hold token ids of --tokenizer")
     prepare.add_argument("--ids-dtype", choices=("uint16", "uint32"), help="of a flat .bin file (default uint16)")

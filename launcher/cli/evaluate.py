@@ -13,7 +13,7 @@ from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_i
 def add(commands: Subparsers) -> None:
     parser = add_command(commands, "eval", _run, "evaluate a checkpoint: on its validation set, other data, tasks, or long texts")
     parser.add_argument(
-        "folder", metavar="RUN", type=Path, help="a run directory; for all but its own validation set also an exported folder"
+        "folder", metavar="RUN", type=Path, help="a run directory; for all but its own validation set also a model's folder"
     )
     parser.add_argument("--step", type=non_negative_int, help="the checkpoint's (default: the newest checkpoint)")
     on = parser.add_mutually_exclusive_group()
@@ -21,7 +21,7 @@ def add(commands: Subparsers) -> None:
     on.add_argument("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, by name (pip install 'baton-lm[eval]')")
     on.add_argument("--long-context", metavar="A,B", help="questions about long texts, by name (docs/evaluation.md), or all")
     parser.add_argument("--length", type=positive_int, help="with --data: tokens of a window (default: those of training)")
-    parser.add_argument("--tokens", type=positive_int, help="with --data: labels at most (default: all of the split)")
+    parser.add_argument("--tokens", type=positive_int, help="with --data: labels at most, but one document (default: all)")
     parser.add_argument("--split", default="validation", help="with --data: the split (default validation)")
     parser.add_argument("--by-position", action="store_true", help="with --data: also the loss by tokens seen before")
     parser.add_argument("--include", type=Path, metavar="FOLDER", help="with --tasks: a folder with task files of your own")

@@ -8,7 +8,7 @@ from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_f
 
 def add(commands: Subparsers) -> None:
     parser = add_command(commands, "generate", _run, "write text with a run's checkpoint")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run directory, a checkpoint's folder, or what `export` wrote")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run directory, a checkpoint's folder, or a model's folder")
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
     given.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line; of a .jsonl file strings, or objects' prompt")

@@ -39,13 +39,15 @@ def _every(text: str) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> None:
+    from baton.data_pipeline.tokenizer import tokenizer_files
     from baton.launcher.interchange import import_model
 
     out = arguments.out
-    model, library = import_model(arguments.folder, out, to=arguments.to, keep_attention=arguments.keep_attention)
+    model, library = import_model(arguments.folder, out, to=arguments.to, keep_attention=arguments.keep_attention, say=print)
     print(f"{library}: {model.n_layers} layers, d_model {model.d_model}, vocabulary {model.vocab_size}")
     file = f"{out}.safetensors" if arguments.to is None else f"{{file: {out}.safetensors, missing: initialise}}"
-    print(f"in a run file: model: {out}.yaml, training: {{initial_weights: {file}}}")
+    data = f", data: {{tokenizer: {arguments.folder}}}" if tokenizer_files(arguments.folder) else ""
+    print(f"in a run file: model: {out}.yaml, training: {{initial_weights: {file}}}{data}")
 
 
 def _export(arguments: argparse.Namespace) -> None:
