@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.generalized_delta_rule.chunked import generalized_delta_rule_chunked
+from baton.kernels.generalized_delta_rule.triton_launch import generalized_delta_rule_triton, use_triton
 
 _KERNEL = "generalized_delta_rule"
 
@@ -46,8 +47,8 @@ def generalized_delta_rule(
             starts inside this piece.
         initial_state: the state that arrives, [batch, heads, d_key, d_value], float32 (float64 for float64 inputs). None: zero.
 
-    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32. There is
-    no Triton kernel; a GPU computes it with PyTorch's operators.
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on a GPU
+    by Triton kernels that go token by token.
 
     Returns:
         o, [batch, T, heads, d_value] in r's dtype, and the state that leaves, [batch, heads, d_key, d_value], float32 or float64.
@@ -72,4 +73,6 @@ def generalized_delta_rule(
         expect_dtype(_KERNEL, "initial_state", initial_state, (dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
+    if use_triton(k, dtype):
+        return generalized_delta_rule_triton(r, k, v, a, b, g, scale=scale, pos=pos, initial_state=initial_state)
     return generalized_delta_rule_chunked(r, k, v, a, b, g, scale=scale, pos=pos, initial_state=initial_state)

@@ -26,7 +26,6 @@ class GeneralizedDeltaRule(LinearRecurrence):
     name = "generalized_delta_rule"
     input_names = ("r", "k", "v", "a", "b", "g")
     num_time_inputs = 6
-    no_kernel = "transitions that are diagonal plus low rank have a form in PyTorch alone"
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         k, v = inputs[1], inputs[2]

@@ -17,7 +17,6 @@ from baton.models.settings.declarations import (
     shift_mix,
     split,
 )
-from baton.models.settings.eager import Eager
 
 V_FIRST = "v_first"
 """Name of the tensor that layers with a value residual share."""
@@ -130,15 +129,6 @@ class RWKV7Config(MixerConfig):
         heads, ranks, chunk = self.head_count(d_model), self.ranks(d_model), GENERALIZED_DELTA_RULE_CHUNK
         keys, values = heads * self.d_key, heads * self.d_value
         shift, S = self.state(d_model)
-        eager = Eager(
-            why="transitions that are diagonal plus low rank have a form in PyTorch alone",
-            instead="kda has kernels",
-            launches=(2.8, 8.3),  # of a chunk, divided by its tokens
-            moved=(
-                heads * (1100.0 + 210 * self.d_key + 47 * self.d_value),
-                heads * (1500.0 + 866 * self.d_key + 106 * self.d_value),
-            ),
-        )
         saved = [
             SavedTensor("input", d_model, "compute", split=False),
             SavedTensor("difference to the token before", d_model, "compute", split=False),
@@ -175,7 +165,6 @@ class RWKV7Config(MixerConfig):
                     (S,),
                     chunk=chunk,
                     transition=((heads, self.d_key, self.d_key),),
-                    eager=eager,
                 ),
             ),
             # within a chunk: four products of keys, the solve, three sums of values; the state is read twice and written twice

@@ -201,7 +201,7 @@ seen = []
 ALONE, comms = LayoutConfig(), ["ring", "all_gather"]
 FORMS = [{}, {"recompute": "full"}, {"recompute": "selective"}]
 LONG = sys.argv[1:] == ["long"]
-BY_OPERATORS = () if LONG else ("rwkv7", "s4d", "ttt")  # PyTorch's, of which chunks of a few tokens have many
+BY_OPERATORS = () if LONG else ("s4d", "ttt")  # PyTorch's, of which chunks of a few tokens have many
 if LONG:
     FORMS.append({"compute_dtype": "float32"})
     comms.append("early")

@@ -54,12 +54,12 @@ RULES = (
     Rule(
         "scan",
         kernels=(
-            "channel", "chunk_h", "diagonal_scan", "gla", "gsa", "innovation", "joint_attention", "lattice", "memory_copy",
-            "topk_memory", "wy",
+            "channel", "chunk_h", "diagonal_scan", "generalized_delta_rule", "gla", "gsa", "innovation", "joint_attention",
+            "lattice", "memory_copy", "topk_memory", "wy",
         ),
         functions=(
-            "_AsScanInputs", "_DeltaRule", "_DiagonalScan", "_Gathered", "_Gla", "_Gsa", "_Joint", "_Lattice", "_RecvState",
-            "_RunChunked", "_Scan", "_SendState", "_SendStateFirst", "_QRChunk", "_Sequential", "_TransitionScan", "_WithSinks",
+            "_AsScanInputs", "_DeltaRule", "_DiagonalScan", "_Gathered", "_GeneralizedDeltaRule", "_Gla", "_Gsa", "_Joint",
+            "_Lattice", "_RecvState", "_RunChunked", "_Scan", "_SendState", "_SendStateFirst", "_QRChunk", "_Sequential", "_TransitionScan", "_WithSinks",
         ),
         name=r"selective_scan|flash_|fmha|sdpa|attention",
         scope=r"^recurrence: |^aten::_?scaled_dot_product|^baton::innovation",
