@@ -20,7 +20,7 @@ from pathlib import Path
 REPORTS = Path(__file__).with_name("compiled_kernels.json")
 """What `write` has written: reports by digest of what they depend on. A kernel that is changed is not in it, and is compiled."""
 SHARED = Path(__file__).with_name("compiled_shared.json")
-"""The same, of bytes of shared memory on all architectures in `FITTED`."""
+"""The same, of bytes of shared memory on all architectures in `FITTED`, with the version of Triton that says so."""
 
 CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
@@ -718,8 +718,8 @@ class _SharedIsKnownError(Exception):
     pass
 
 
-def shared(number, arch):
-    """Bytes of shared memory of the number-th of `fitted`, without compiling it to the end."""
+def shared(named, arch):
+    """Bytes of shared memory of one of `fitted`, without compiling it to the end."""
     from triton import knobs
 
     def stop(backend, stages, *_):
@@ -728,7 +728,7 @@ def shared(number, arch):
 
         stages["ptx"] = ptx
 
-    name, kernel, constants, warps, dtype = list(fitted(arch))[number]
+    name, kernel, constants, warps, dtype = next(configuration for configuration in fitted(arch) if configuration[0] == named)
     knobs.runtime.add_stages_inspection_hook, knobs.compilation.always_compile = stop, True
     try:
         binary_of(kernel, signature(kernel, constants, dtype), constants, arch, warps)
@@ -766,7 +766,11 @@ def known():
 
 
 def known_shared():
-    return json.loads(SHARED.read_text(encoding="utf-8"))
+    """Bytes by digest, and whether this Triton says so."""
+    import triton
+
+    written = json.loads(SHARED.read_text(encoding="utf-8"))
+    return written["bytes"], written["triton"] == triton.__version__
 
 
 def of_each_kernel():
@@ -796,6 +800,8 @@ def main():
     """Argument: `all` for every configuration on every architecture; `each` for one of each kernel, and what is compared with the
     shared memory of all architectures, of which those are compiled that are not among the reports; `write` writes the reports of
     those."""
+    import triton
+
     every = sys.argv[1] == "all"
     listed = list(kernels(MAIN))  # before processes are forked: they share what is imported
     numbers = range(len(listed)) if every else of_each_kernel()
@@ -803,9 +809,13 @@ def main():
     reports = {} if every else known()
     before = {f"{listed[n][0]}, sm_{MAIN}": reports[key] for n, key in digests.items() if key in reports}
     numbers = [number for number in numbers if digests.get(number) not in reports]
-    sizes = {} if every else known_shared()
+    sizes, same = known_shared()
+    sizes = {} if every else sizes
+    # with another Triton all would be compiled, which takes ten minutes: then only what presets need where there is least
     to_fit = [
-        (f"{entry[0]}, sm_{arch}", n, arch, digest_of(entry, arch)) for arch in FITTED for n, entry in enumerate(fitted(arch))
+        (f"{configuration[0]}, sm_{arch}", configuration[0], arch, digest_of(configuration, arch))
+        for arch in (FITTED if same or sys.argv[1] != "each" else FITTED[1:2])
+        for configuration in (fitted(arch) if same or sys.argv[1] != "each" else _preset_kernels(arch))
     ]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         few = pool.submit(starved)
@@ -815,16 +825,18 @@ def main():
             for number in numbers
             for arch in ((MAIN,) if ", " in listed[number][0] or not every else ARCHITECTURES)
         ]
-        measured = dict(job.result() for job in [pool.submit(shared, n, a) for _, n, a, key in to_fit if key not in sizes])
+        fitting = [pool.submit(shared, name, arch) for _, name, arch, key in to_fit if key not in sizes]
+        measured = dict(job.result() for job in fitting)
         found = {"kernels": before | dict(job.result() for job in jobs), "starved": few.result()}
         if sys.argv[1] == "write":
             rows = {key: found["kernels"][f"{listed[number][0]}, sm_{MAIN}"] for number, key in digests.items()}
             REPORTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")
             sizes = {key: measured[name] if name in measured else sizes[key] for name, *_, key in to_fit}
-            SHARED.write_text(json.dumps(dict(sorted(sizes.items())), indent=1) + "\n", encoding="utf-8")
+            written = {"triton": triton.__version__, "bytes": dict(sorted(sizes.items()))}
+            SHARED.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
             return
         found["shared"] = {name: measured[name] if name in measured else sizes[key] for name, *_, key in to_fit}
-        found["limits"] = limits()
+        found |= {"limits": limits(), "same": same}
         found["digests"] = [digest(number, arch) for number in of_each_kernel()[:2] for arch in (80, MAIN)]
         json.dump({**found, "blocks": {name: job.result() for name, job in walks.items()}}, sys.stdout)
 
