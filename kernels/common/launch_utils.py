@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.kernels.compile.fitting import FittingKernel
+
 
 def contiguous_last_dim(x: Tensor) -> Tensor:
     """x, or a contiguous copy if its last dimension is not contiguous."""
@@ -60,7 +62,7 @@ def whole_keys() -> None:
 
 
 class LazyModule:
-    """A module that is imported when one of its attributes is first read: without a GPU Triton need not be installed.
+    """A module of kernels that is imported when one of its attributes is first read: without a GPU Triton need not be installed.
 
     Triton also decides at import time whether kernels are interpreted, so they must not be imported with their op.
     """
@@ -71,8 +73,16 @@ class LazyModule:
     def __getattr__(self, attribute: str) -> Any:
         whole_keys()  # before any kernel is launched
         value = getattr(import_module(self._name), attribute)
+        if _is_kernel(value):
+            value = FittingKernel(value)
         setattr(self, attribute, value)  # a launch then costs no lookup
         return value
+
+
+def _is_kernel(value: object) -> bool:
+    from triton.runtime.jit import KernelInterface
+
+    return isinstance(value, KernelInterface)
 
 
 @cache

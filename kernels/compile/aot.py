@@ -7,21 +7,29 @@ divisibility of its arguments and the compiler's version, so a run with the same
 
 import hashlib
 import itertools
+import json
 import multiprocessing as mp
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from baton.kernels.compile import fitting
 from baton.kernels.compile.pool import Job, Outcome, compile_all
 from baton.kernels.errors import CompileError
 
 META = torch.device("meta")
+
+SHARED_KIB = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 101: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""Shared memory that a program can have, in KiB, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities")."""
+TENSOR_MEMORY = 512
+"""Columns of a Blackwell's tensor memory that a program can have, as Triton counts them."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,14 @@ class Target:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The device's names in the table of launch configurations, as `launch_configs.names_of`."""
-        return (f"sm_{self.capability}", self.name) if self.name else (f"sm_{self.capability}",)
+        """The device's names in the table of launch configurations, the most specific last."""
+        found = (f"{self.shared_kib} KiB", f"sm_{self.capability}")
+        return (*found, self.name) if self.name else found
+
+    @property
+    def shared_kib(self) -> int:
+        """Shared memory that a program can have, in KiB. Of an unknown GPU: what all have that compute in bfloat16."""
+        return SHARED_KIB.get(self.capability, 99)
 
     @classmethod
     def here(cls) -> "Target | None":
@@ -70,7 +84,7 @@ class Target:
         return found
 
     def __str__(self) -> str:
-        return ", ".join(reversed(self.names))
+        return ", ".join(reversed(self.names[1:]))
 
 
 @dataclass
@@ -149,30 +163,54 @@ class _Collected(Executor):
     def __init__(self) -> None:
         self.name = ""
         """Module and function of the kernel that is being launched."""
-        self._given: list[tuple[str, Callable[[], Any], Future[None]]] = []
+        self._given: list[_Launched] = []
 
     def submit(self, fn: Callable[..., Any], /, *_: Any, **__: Any) -> Future[Any]:
         future: Future[None] = Future()
-        self._given.append((self.name, fn, future))
+        self._given.append(_Launched(self.name, fn, future, fitting.instead()))
         return future
 
-    def compile(self, found: Compiled, what: str, processes: int | None, say: Callable[[str], None] | None) -> None:
-        """Compiles the kernels that are not in the cache."""
-        jobs = []
-        for name, fn, future in self._given:
-            short = name.rpartition(".")[2]
-            folder, file, there = _place(future._key, short)  # type: ignore[attr-defined]
-            found.kernels.append(short)
-            found.files.append(f"{folder}/{file}")
-            if not there:
-                found.new.append(short)
-                jobs.append(Job(name, partial(_compile_and_link, fn)))
-        found.outcomes = compile_all(jobs, what, processes, say)
+    def compile(self, found: Compiled, wanted: Target, processes: int | None, say: Callable[[str], None] | None) -> None:
+        """Compiles the kernels that are not in the cache, then what is launched instead of those that do not fit, until all fit."""
+        done = 0
+        while done < len(self._given):
+            batch, jobs, done = self._given[done:], [], len(self._given)
+            for one in batch:
+                folder, file, there = _place(one.key, one.short)
+                found.kernels.append(one.short)
+                found.files.append(f"{folder}/{file}")
+                if not there:
+                    found.new.append(one.short)
+                    jobs.append(Job(one.name, partial(_compile_and_link, one.compile)))
+            found.outcomes += compile_all(jobs, f"sm_{wanted.capability}", processes, say)
+            for one in batch:
+                if one.instead is not None and not _fits(one, wanted):
+                    one.instead()
 
     def settle(self) -> None:
         """A future that is never waited for; kernels for a real device are loaded from the cache later."""
-        for _, _, future in self._given:
-            future.set_result(None)
+        for one in self._given:
+            one.future.set_result(None)
+
+
+@dataclass
+class _Launched:
+    """A kernel that a launch asked for. name: its module and function. compile: as Triton has submitted it. instead: makes the
+    launch that follows where this one does not fit; None: there is none."""
+
+    name: str
+    compile: Callable[[], Any]
+    future: Future[None]
+    instead: Callable[[], None] | None
+
+    @property
+    def short(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def key(self) -> str:
+        key: str = self.future._key  # type: ignore[attr-defined]
+        return key
 
 
 def _compile_and_link(compile: Callable[[], Any]) -> None:
@@ -195,6 +233,18 @@ def _place(key: str, name: str) -> tuple[str, str, bool]:
     group = get_cache_manager(digest).get_group(file)
     there = group is not None and file in group and not knobs.compilation.always_compile
     return _base32(digest), f"__grp__{file}", there
+
+
+def _fits(one: _Launched, wanted: Target) -> bool:
+    """Whether a program has the memory of a compiled kernel; of one that could not be compiled: yes, nothing is known."""
+    from triton.runtime.cache import get_cache_manager
+
+    file = f"{one.short[:150]}.json"
+    group = get_cache_manager(hashlib.sha256(one.key.encode()).hexdigest()).get_group(file)
+    if group is None or file not in group:
+        return True
+    known = json.loads(Path(group[file]).read_text(encoding="utf-8"))
+    return known["shared"] <= 1024 * wanted.shared_kib and (known.get("tmem_size") or 0) <= TENSOR_MEMORY
 
 
 @contextmanager
@@ -222,10 +272,10 @@ def compiling(wanted: Target, processes: int | None = None, say: Callable[[str],
     driver.set_active(_Driver(wanted.capability))
     JITFunction.run, _target = compile_only, wanted
     try:
-        with AsyncCompileMode(collected):
+        with fitting.ahead(), AsyncCompileMode(collected):
             try:
                 yield found
-                collected.compile(found, wanted.names[0], processes, say)
+                collected.compile(found, wanted, processes, say)
             finally:
                 collected.settle()
     finally:

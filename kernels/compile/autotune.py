@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.compile import launch_configs
+from baton.kernels.compile import fitting, launch_configs
 from baton.kernels.compile.aot import META, Target, compiling
 from baton.kernels.delta_rule import triton_launch as delta_rule
 from baton.kernels.diagonal_scan import triton_launch as diagonal_scan
 from baton.kernels.eidetic_attention import op as eidetic
 from baton.kernels.eidetic_attention import triton_launch as eidetic_attention
-from baton.kernels.eidetic_attention.joint_attention_launch import default_launch_config
+from baton.kernels.eidetic_attention.launch_config import default_launch_config
 from baton.kernels.errors import LaunchConfigError
 from baton.kernels.gated_linear_attention import triton_launch as gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate
@@ -148,7 +148,7 @@ def _compile(request: launch_configs.Request, tried: Sequence[Any], dtype: torch
     why."""
     here = Target.here()
     assert here is not None
-    with compiling(here):
+    with fitting.exactly(), compiling(here):
         call, _, _ = _SETUPS[request.kernel](request, META, dtype)
         for config in tried:
             call(config)
@@ -159,7 +159,8 @@ def _measured(call: Call, config: Any, expected: Sequence[Tensor], device: torch
     from triton.runtime.errors import OutOfResources
 
     try:
-        return _milliseconds(call, config, device) if _agree(call(config), expected, _LIMITS[dtype]) else math.inf
+        with fitting.exactly():
+            return _milliseconds(call, config, device) if _agree(call(config), expected, _LIMITS[dtype]) else math.inf
     except OutOfResources:
         return math.inf
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from baton.kernels.compile.aot import target
+from baton.kernels.compile.aot import Target, target
 from baton.kernels.errors import LaunchConfigError
 
 if TYPE_CHECKING:
@@ -34,9 +34,10 @@ class Entry:
 
     Attributes:
         kernel: the kernel's name, `KERNEL` in its op's triton_launch.py.
-        device: a GPU's name as CUDA reports it, or an architecture such as "sm_90".
+        device: a GPU's name as CUDA reports it, an architecture such as "sm_90", or the shared memory that a program can have, such
+            as "99 KiB" (8.6, 8.9, 12.0 and 12.1).
         shape: the row applies where these items are a subset of the call's shape. Where several rows apply, later rows override
-            earlier ones, and rows of a GPU's name override those of its architecture.
+            earlier ones, rows of a GPU's name override those of its architecture, and those override rows of its shared memory.
         config: the fields that differ from the kernel's default.
         why: what was measured, or the reason.
     """
@@ -153,4 +154,4 @@ def _cuda_table_names(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return ()
     major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}", torch.cuda.get_device_name(device)
+    return Target(10 * major + minor, torch.cuda.get_device_name(device)).names

@@ -3,8 +3,7 @@
 Softmax weights are recomputed in the backward pass, which keeps only the inputs, the output, and one number per token and head.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,53 +14,15 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.common import launch_utils
 from baton.kernels.common.attention_tails import last_queries, with_positive_scale
 from baton.kernels.common.launch_utils import LazyModule
-from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
+from baton.kernels.compile.fitting import launch_blocks
+from baton.kernels.eidetic_attention.launch_config import LaunchConfig
 
 _kernels = LazyModule("baton.kernels.eidetic_attention.joint_attention_kernels")
 _copy_kernels = LazyModule("baton.kernels.eidetic_attention.memory_copy_kernels")
 
-KERNEL = "eidetic_attention"
-
 _COPIED, _CHANNELS = 16, 512  # rows and channels of a program that copies
-
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """Block sizes of the kernels; powers of two, at least 16.
-
-    Attributes:
-        queries, keys: tokens and rows of a step of the kernels that compute y and dq.
-        queries_backward, keys_backward: the same of the kernels that compute dk and dv.
-        memory: rows of a memory in a step.
-        warps, warps_backward: of a program.
-        stages, stages_backward: pipeline stages of loops, of the kernels that compute y and dq and of the others.
-        registers: at most, of a thread of the forward kernel: with 128, an SM holds two programs of 8 warps.
-    """
-
-    queries: int = 128
-    keys: int = 64
-    queries_backward: int = 64
-    keys_backward: int = 64
-    memory: int = 64
-    warps: int = 8
-    warps_backward: int = 8
-    stages: int = 2
-    stages_backward: int = 2
-    registers: int = 255
-
-    def for_float32(self) -> "LaunchConfig":
-        """Smaller blocks: float32 products use no tensor cores, and larger blocks do not fit in registers."""
-        sizes = {
-            "queries": 32,
-            "keys": 32,
-            "queries_backward": 32,
-            "keys_backward": 32,
-            "memory": 32,
-            "warps": 8,
-            "warps_backward": 8,
-        }
-        return replace(self, **sizes, stages=1, stages_backward=1, registers=255)
+_SUMMED = 8192  # numbers, at most, of each of the two tiles of a program that adds gradients of copies
 
 
 _Pair = tuple[Tensor | None, Tensor | None]
@@ -114,21 +75,6 @@ _NO_SOURCES = MemorySources()
 def use_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether tensors like x are computed by these kernels: on a GPU, in float32."""
     return on_gpu(x) and compute_dtype == torch.float32
-
-
-def shape_of(dim: int, *, whole: bool = False) -> launch_configs.Shape:
-    """The table's key. whole: attention to the whole document alone, whose loops are long."""
-    shape: launch_configs.Shape = {"dim": launch_utils.next_power_of_2(dim)}
-    return {**shape, "whole": 1} if whole else shape
-
-
-def default_launch_config(dim: int, *, whole: bool) -> LaunchConfig:
-    """What is launched where the table has no row. whole: as for `shape_of`; such kernels were timed on an H200."""
-    if not whole:
-        return LaunchConfig()
-    if dim > 64:
-        return LaunchConfig(queries_backward=128, stages=3, stages_backward=1)
-    return LaunchConfig(warps=4, warps_backward=4, stages=3, stages_backward=3)
 
 
 def joint_attention(
@@ -246,9 +192,9 @@ class _JointAttentionLaunch:
         }  # fmt: skip
         self.query_options = {
             **self.common, "num_stages": self.config.stages, "N": self.before, "FAR": 0 if self.far[0] is None else window,
-            "BLOCK_Q": self.config.queries, "BLOCK_K": self.config.keys, "BLOCK_M": self.memory_block,
             "num_warps": self.config.warps, "ROW": k.stride(1),
         }  # fmt: skip
+        self.query_blocks = {"BLOCK_Q": self.config.queries, "BLOCK_K": self.config.keys, "BLOCK_M": self.memory_block}
 
     @property
     def memory_block(self) -> int:
@@ -294,10 +240,14 @@ class _JointAttentionLaunch:
     def forward(self) -> tuple[Tensor, Tensor]:
         """y [B, T, H, K] and the logarithm of the sum of weights, [B, H, T]."""
         y, lse = torch.empty_like(self.q), self.empty_per_token()
-        self.kernels.joint_attention_forward_kernel[self.grid(self.length, self.config.queries, self.heads)](
-            *self.query_arguments, y, lse, self.length, self.memories, self.scale,
-            maxnreg=self.config.registers, **self.query_options,
-        )  # fmt: skip
+
+        def launch(blocks: Mapping[str, int]) -> None:
+            self.kernels.joint_attention_forward_kernel[self.grid(self.length, blocks["BLOCK_Q"], self.heads)](
+                *self.query_arguments, y, lse, self.length, self.memories, self.scale,
+                maxnreg=self.config.registers, **self.query_options, **blocks,
+            )  # fmt: skip
+
+        launch_blocks(launch, "joint_attention_forward_kernel", **self.query_blocks)
         return y, lse
 
     def empty_pair(self, rows: int, adjacent: bool) -> tuple[Tensor, Tensor]:
@@ -311,9 +261,15 @@ class _JointAttentionLaunch:
     def backward(self, y: Tensor, lse: Tensor, dy: Tensor, adjacent: bool) -> list[Tensor | None]:
         """Gradients of q, keys and values, and the sources of memories. adjacent: the fading keys and values lie side by side."""
         dq, delta = torch.empty_like(self.q), self.empty_per_token()
-        self.kernels.joint_attention_backward_dq_kernel[self.grid(self.length, self.config.queries, self.heads)](
-            *self.query_arguments, y, lse, dy, dq, delta, self.length, self.memories, self.scale, **self.query_options
-        )
+        keys = self.config.keys_dq or self.config.keys
+
+        def launch(blocks: Mapping[str, int]) -> None:
+            self.kernels.joint_attention_backward_dq_kernel[self.grid(self.length, blocks["BLOCK_Q"], self.heads)](
+                *self.query_arguments, y, lse, dy, dq, delta, self.length, self.memories, self.scale,
+                **self.query_options, **blocks,
+            )  # fmt: skip
+
+        launch_blocks(launch, "joint_attention_backward_dq_kernel", **{**self.query_blocks, "BLOCK_K": keys})
         saved = (lse, dy, delta)
         dmemory = self.backward_memories(*saved)
         reach = -1 if self.window is None else self.window - 1 - self.before
@@ -332,16 +288,22 @@ class _JointAttentionLaunch:
         """Gradients of a history whose rows are visible from the distance `nearest` on, to at most `reach` tokens behind the span's
         start (-1: any), including those of their copies in memories, if dmemory is given.
         """
-        (dk, dv), size, before = self.empty_pair(k.shape[1], _adjacent(k, v)), self.config.keys_backward, k.shape[1] - self.length
+        (dk, dv), before = self.empty_pair(k.shape[1], _adjacent(k, v)), k.shape[1] - self.length
         copied = self.seen.first is not None and dmemory[0] is not None
         copies = self.or_q(self.seen.first, self.copies[2], *dmemory)
-        ends = last_queries(limit, before, k.shape[1], size) if reach < 0 else limit
-        self.kernels.joint_attention_backward_dkv_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
-            self.q, k, v, limit, ends, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before,
-            MIN_DISTANCE=nearest, REACH=reach, ROW=k.stride(1), GRAD_ROW=dk.stride(1), E=self.entries,
-            BLOCK_Q=self.config.queries_backward, BLOCK_K=size,
-            num_warps=self.config.warps_backward, **{**self.common, "M": self.rows if copied else 0},
-        )  # fmt: skip
+        options = {**self.common, "M": self.rows if copied else 0}
+
+        def launch(blocks: Mapping[str, int]) -> None:
+            size = blocks["BLOCK_K"]
+            ends = last_queries(limit, before, k.shape[1], size) if reach < 0 else limit
+            self.kernels.joint_attention_backward_dkv_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
+                self.q, k, v, limit, ends, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before,
+                MIN_DISTANCE=nearest, REACH=reach, ROW=k.stride(1), GRAD_ROW=dk.stride(1), E=self.entries,
+                num_warps=self.config.warps_backward, **options, **blocks,
+            )  # fmt: skip
+
+        sizes = {"BLOCK_K": self.config.keys_backward, "BLOCK_Q": self.config.queries_backward}
+        launch_blocks(launch, "joint_attention_backward_dkv_kernel", **sizes)
         return dk, dv
 
     def backward_memories(self, lse: Tensor, dy: Tensor, delta: Tensor) -> _Pair:
@@ -351,14 +313,18 @@ class _JointAttentionLaunch:
         k, v, _ = self.copies
         if k is None or v is None:
             return None, None
-        size = self.memory_block
         dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (k, v))
-        grid = self.grid(self.memories * -(-self.rows // size) * size, size, self.groups)
-        self.kernels.joint_attention_backward_dmemory_kernel[grid](
-            self.q, k, v, *self.or_q(self.seen.row, self.seen.slot, self.seen.begin), lse, dy, delta, dk, dv,
-            self.length, self.memories, self.scale, WINDOW=self.window, BLOCK_Q=self.config.queries_backward, BLOCK_M=size,
-            num_warps=self.config.warps_backward, **self.common,
-        )  # fmt: skip
+
+        def launch(blocks: Mapping[str, int]) -> None:
+            grid = (self.memories * -(-self.rows // blocks["BLOCK_M"]), self.groups, self.batch)
+            self.kernels.joint_attention_backward_dmemory_kernel[grid](
+                self.q, k, v, *self.or_q(self.seen.row, self.seen.slot, self.seen.begin), lse, dy, delta, dk, dv,
+                self.length, self.memories, self.scale, WINDOW=self.window,
+                num_warps=self.config.warps_backward, **self.common, **blocks,
+            )  # fmt: skip
+
+        sizes = {"BLOCK_M": self.memory_block, "BLOCK_Q": self.config.queries_backward}
+        launch_blocks(launch, "joint_attention_backward_dmemory_kernel", **sizes)
         return dk, dv
 
     def backward_sources(self, dmemory: _Pair, adjacent: bool = False) -> list[Tensor | None]:
@@ -382,9 +348,10 @@ class _JointAttentionLaunch:
         if first is None or rows == 0:
             return None, None
         dk, dv = self.empty_pair(rows, adjacent)
-        self.copy_kernels.memory_copy_backward_kernel[self.grid(rows, self.config.keys_backward, self.groups)](
+        size = max(16, min(self.config.keys_backward, _SUMMED // self.block_dim))
+        self.copy_kernels.memory_copy_backward_kernel[self.grid(rows, size, self.groups)](
             first, self.copies[2], dmemory_k, dmemory_v, dk, dv, rows, first.shape[1], skipped, self.memories * self.rows,
-            G=self.groups, K=self.dim, BLOCK_K=self.config.keys_backward, BLOCK_D=self.block_dim, GRAD_ROW=dk.stride(1),
+            G=self.groups, K=self.dim, BLOCK_K=size, BLOCK_D=self.block_dim, GRAD_ROW=dk.stride(1),
             num_warps=4,
         )  # fmt: skip
         return dk, dv

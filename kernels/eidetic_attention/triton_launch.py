@@ -11,14 +11,8 @@ from baton.kernels.common.attention_tails import concat_tail, new_tails, seen_af
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.eidetic_attention.chunked import TAILS, Options
-from baton.kernels.eidetic_attention.joint_attention_launch import (
-    KERNEL,
-    LaunchConfig,
-    MemorySources,
-    Visibility,
-    joint_attention,
-    shape_of,
-)
+from baton.kernels.eidetic_attention.joint_attention_launch import MemorySources, Visibility, joint_attention
+from baton.kernels.eidetic_attention.launch_config import KERNEL, LaunchConfig, default_launch_config, shape_of
 from baton.kernels.eidetic_attention.topk_memory import gather_rows
 from baton.kernels.eidetic_attention.topk_memory_launch import select_memories
 from baton.kernels.protocol import Inputs, State
@@ -40,7 +34,7 @@ def eidetic_attention_triton(
     if config is None:
         batch, length, heads, dim = q.shape
         sizes = {"batch": batch, "tokens": length, "heads": heads, "groups": k.shape[2], "dim": dim, "window": options.window}
-        config = launch_configs.choose(KERNEL, LaunchConfig(), q.device, shape_of(dim), sizes)
+        config = launch_configs.choose(KERNEL, default_launch_config(dim, whole=False), q.device, shape_of(dim), sizes)
     read = {} if fresh else state
     seen, last = select_memories(score, options, pos=pos, state=None if fresh else state, need_last=need_final_state)
     keys, values = ((concat_tail(read[name], x) if read else x).to(q.dtype) for name, x in (("k", k), ("v", v)))

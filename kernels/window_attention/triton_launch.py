@@ -17,15 +17,12 @@ from baton.kernels.common.attention_tails import concat_tail, new_tails, seen_af
 from baton.kernels.common.elementwise import LOG2_E
 from baton.kernels.compile import launch_configs
 from baton.kernels.eidetic_attention.joint_attention_launch import (
-    KERNEL,
-    LaunchConfig,
     Visibility,
-    default_launch_config,
     history_attention,
     history_attention_backward,
     joint_attention,
-    shape_of,
 )
+from baton.kernels.eidetic_attention.launch_config import KERNEL, LaunchConfig, default_launch_config, shape_of
 from baton.kernels.protocol import State
 
 SHORT = 16

@@ -1,7 +1,8 @@
-"""The Triton kernels compile for GPUs that this machine does not have, without register spills.
+"""The Triton kernels compile for GPUs that this machine does not have, without register spills, and fit their shared memory.
 
-One configuration of each kernel for an H200 in the default suite; all of them on all architectures in the long form. The default
-suite compiles those that are not what they were when tests/support/compiled_kernels.json was written, which
+One configuration of each kernel for an H200 in the default suite, and the shared memory of those with matrix products on cards of
+all sizes; all of them on all architectures in the long form. The default suite compiles those that are not what they were when
+tests/support/compiled_kernels.json and compiled_shared.json were written, which
 `python tests/support/compiled.py write` does again; the long form compiles all and compares.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(900)  # minutes of compiling where other things run, and one where nothing does
+pytestmark = pytest.mark.timeout(1800)  # minutes of compiling where other things run, and one where nothing does
 
 PROGRAM = Path(__file__).resolve().parent.parent / "support" / "compiled.py"
 
@@ -35,12 +36,26 @@ def test_no_kernel_spills(compiled):
     assert {name: found["stack"] for name, found in compiled["kernels"].items() if found["stack"]} == {}
 
 
+def test_every_kernel_fits_where_it_runs(compiled):
+    """On a card of every size that there is, with the launch configuration that it gets there: none has to be refused first."""
+    found, limits = compiled["shared"], compiled["limits"]
+    assert len(found) >= (600 if compiled["same"] else 20)
+    assert limits == {"80": 166912, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
+    assert {name: size for name, size in found.items() if size > limits[name.rpartition("sm_")[2]]} == {}
+    # what has no matrix products needs the same everywhere
+    others = {name: of["shared"] for name, of in compiled["kernels"].items() if name not in found}
+    assert len(others) >= 20
+    assert {name: size for name, size in others.items() if size > min(limits.values())} == {}
+
+
 @pytest.mark.parametrize("compiled", [pytest.param("all", marks=pytest.mark.long)], indirect=True)
 def test_what_is_written_of_kernels_is_what_the_compiler_says(compiled):
     written = json.loads(PROGRAM.with_name("compiled_kernels.json").read_text())
     reports = list(compiled["kernels"].values())
     assert len(written) >= 40
     assert all(report in reports for report in written.values()), "write it again"
+    shared = json.loads(PROGRAM.with_name("compiled_shared.json").read_text())
+    assert sorted(shared["bytes"].values()) == sorted(compiled["shared"].values()), "write it again"
 
 
 def test_a_kernel_that_was_changed_is_compiled(compiled):

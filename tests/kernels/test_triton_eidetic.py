@@ -12,7 +12,8 @@ from support.recurrences import positions, seeded
 from baton.kernels.common.kernel_check import gradients, moving
 from baton.kernels.eidetic_attention import innovation
 from baton.kernels.eidetic_attention.chunked import Options, final_state
-from baton.kernels.eidetic_attention.joint_attention_launch import LaunchConfig, MemorySources, _JointAttentionLaunch
+from baton.kernels.eidetic_attention.joint_attention_launch import MemorySources, _JointAttentionLaunch
+from baton.kernels.eidetic_attention.launch_config import LaunchConfig
 from baton.kernels.eidetic_attention.recurrence import RECURRENCES, EideticAttention
 from baton.kernels.eidetic_attention.topk_memory_launch import select_memories
 from baton.kernels.eidetic_attention.triton_launch import eidetic_attention_triton, innovation_triton

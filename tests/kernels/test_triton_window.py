@@ -6,7 +6,7 @@ from support.compare import relative_error
 from support.recurrences import positions, seeded
 
 from baton.kernels.common.kernel_check import gradients, moving
-from baton.kernels.eidetic_attention.joint_attention_launch import LaunchConfig
+from baton.kernels.eidetic_attention.launch_config import LaunchConfig
 from baton.kernels.window_attention.chunked import window_attention_chunked
 from baton.kernels.window_attention.op import empty
 from baton.kernels.window_attention.recurrence import RECURRENCES, WindowAttention

@@ -14,15 +14,20 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 REPORTS = Path(__file__).with_name("compiled_kernels.json")
 """What `write` has written: reports by digest of what they depend on. A kernel that is changed is not in it, and is compiled."""
+SHARED = Path(__file__).with_name("compiled_shared.json")
+"""The same, of bytes of shared memory on all architectures in `FITTED`, with the version of Triton that says so."""
 
 CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
-# as the table of launch configurations may call them
-NAMES = {80: ("sm_80",), 90: ("sm_90", "NVIDIA H200"), 100: ("sm_100",)}
+# those whose shared memory is compared, too: 8.9 and 12.0 stand for all cards with 99 KiB
+FITTED = (80, 89, 90, 100, 120)
+# of the attention kernels, those that are not held to have no spills: few use them, and float32 is for comparisons
+MAY_SPILL = re.compile(r"in float32|of 256 with memories|in a window|^preset")
 MAIN = 90  # the only one for what is a variant of another kernel, "NAME, VARIANT"
 # which of a kernel's configurations is compiled where one is enough; else its first
 CHEAP = {
@@ -59,6 +64,13 @@ COUNTS = {
 SIZES = {"T", "first_checkpoint", "dstate", "split_len", "span", "size", "num_splits", "B_row", "C_row"}
 
 
+def names(arch):
+    """As the table of launch configurations may call a GPU of the architecture."""
+    from baton.kernels.compile.aot import Target
+
+    return Target(arch, "NVIDIA H200" if arch == MAIN else "").names
+
+
 def signature(kernel, constants, dtype):
     """dtype: of activations; or, by name, of what is not of bfloat16 ("=fp32": a number, no pointer)."""
     if isinstance(dtype, dict):
@@ -85,7 +97,7 @@ def kernels(arch):
         yield name, kernel, {**constants, **rows}, warps, dtype
     yield from _matrix_kernels(arch)
     yield from _lattice_kernels()
-    yield from _eidetic_kernels(arch)
+    yield from (kernel for kernel in _eidetic_kernels(arch) if not MAY_SPILL.search(kernel[0]))
     yield from _norm_kernels()
     yield from _gate_kernels()
     yield from _scale_kernels()
@@ -93,6 +105,39 @@ def kernels(arch):
     yield from _loss_kernels()
     yield from _embedding_kernels()
     yield from _adamw_kernels()
+
+
+def fitted(arch):
+    """As `kernels`, of those whose need of shared memory is compared with what the architecture has: all with matrix products,
+    whose operands lie there, and attention with the sizes of all presets. Of the others the report for MAIN says it."""
+    yield from _matrix_kernels(arch)
+    yield from _eidetic_kernels(arch)
+    yield from _preset_kernels(arch)
+
+
+@cache
+def attention_sizes():
+    """(head_dim, query heads to a key head, whether there is a window) in the presets, with the first preset that has them."""
+    from importlib.resources import files
+
+    import yaml
+
+    from baton.models.config import ModelConfig
+
+    found = {}
+    for path in sorted((files("baton.configs") / "models").iterdir(), key=lambda path: path.name):
+        model = ModelConfig(**yaml.safe_load(path.read_text()))
+        for mixer in model.mixers.values():
+            if {"head_dim", "window"} <= type(mixer).model_fields.keys():
+                heads, groups = mixer.head_counts(model.d_model)
+                found.setdefault((mixer.head_dim, heads // groups, mixer.window is not None), path.name.removesuffix(".yaml"))
+    return found
+
+
+def _preset_kernels(arch):
+    for (dim, group, windowed), preset in attention_sizes().items():
+        config, types = attention_config(arch, dim, whole=not windowed), attention_types()
+        yield from _history_kernels(f"preset {preset}, attention", dim, 4 * group, 4, config, types, reach=4095 if windowed else -1)
 
 
 def _matrix_kernels(arch):
@@ -173,7 +218,7 @@ def _matrix_kernels(arch):
             yield f"{name} chunk_dqk{' backward' * write}", triton_kernels.gla_chunk_dqk_kernel, gated, warps, of_slots
 
     def launch_config_of(kernel, shape):
-        return replace(kernel.LaunchConfig(), **launch_configs.for_device_names(kernel.KERNEL, NAMES[arch], shape))
+        return replace(kernel.LaunchConfig(), **launch_configs.for_device_names(kernel.KERNEL, names(arch), shape))
 
     for name, decay, gate, X, Y in (
         ("gla", CHANNEL, "key", 256, 512),
@@ -310,23 +355,19 @@ def _lattice_chunks(variant, config, common, types):
 
 
 def _eidetic_kernels(arch):
-    """With B'MOJO's sizes at 1.3B, and heads twice as wide."""
+    """With B'MOJO's sizes at 1.3B, and heads two and four times as wide; attention alone with other heads, too."""
     import triton.language as tl
 
-    from baton.kernels.compile import launch_configs
     from baton.kernels.eidetic_attention import (
         innovation_kernels,
         joint_attention_kernels,
         memory_copy_kernels,
         topk_memory_kernels,
     )
-    from baton.kernels.eidetic_attention.joint_attention_launch import KERNEL, LaunchConfig, default_launch_config, shape_of
 
-    integers = dict.fromkeys(("slot", "limit", "ends", "far_limit", "row", "first", "fading_first", "later", "last"), "i32")
-    float32 = dict.fromkeys(("lse", "delta", "dmemory_k", "dmemory_v"), "fp32")
-    types = {**integers, **float32, "begin": "i32"}
-    for dim in (64, 128):
-        config = with_window = replace(LaunchConfig(), **launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(dim)))
+    config_of, types = partial(attention_config, arch), attention_types()
+    for dim in (64, 128, 256):
+        config = config_of(dim, whole=False)
         common = {
             "H": 2048 // dim,
             "G": 2048 // dim,
@@ -346,7 +387,7 @@ def _eidetic_kernels(arch):
             "ROW": 2048,
         }
         back = {**common, "BLOCK_Q": config.queries_backward}
-        name = "eidetic" if dim == 64 else f"eidetic, {dim}"
+        name = {64: "eidetic", 128: "eidetic, 128", 256: "eidetic of 256 with memories,"}[dim]
         yield (
             f"{name} forward",
             joint_attention_kernels.joint_attention_forward_kernel,
@@ -354,7 +395,8 @@ def _eidetic_kernels(arch):
             config.warps,
             types,
         )
-        yield f"{name} queries backward", joint_attention_kernels.joint_attention_backward_dq_kernel, queries, config.warps, types
+        dq = {**queries, "BLOCK_K": config.keys_dq or config.keys}
+        yield f"{name} queries backward", joint_attention_kernels.joint_attention_backward_dq_kernel, dq, config.warps, types
         rows = {
             **back,
             "MIN_DISTANCE": 0,
@@ -371,34 +413,6 @@ def _eidetic_kernels(arch):
             config.warps_backward,
             types,
         )
-        # all of a document, and no memories
-        names = launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(dim, whole=True))
-        config = replace(default_launch_config(dim, whole=True), **names)
-        sizes = {"BLOCK_Q": config.queries, "BLOCK_K": config.keys, "num_stages": config.stages}
-        alone = {**queries, **sizes, "M": 0, "BLOCK_M": 16}
-        sizes = {"BLOCK_Q": config.queries_backward, "BLOCK_K": config.keys_backward, "num_stages": config.stages_backward}
-        yield (
-            f"attention, {dim} forward",
-            joint_attention_kernels.joint_attention_forward_kernel,
-            {**alone, "maxnreg": config.registers},
-            config.warps,
-            types,
-        )
-        yield (
-            f"attention, {dim} queries backward",
-            joint_attention_kernels.joint_attention_backward_dq_kernel,
-            alone,
-            config.warps,
-            types,
-        )
-        yield (
-            f"attention, {dim} rows backward",
-            joint_attention_kernels.joint_attention_backward_dkv_kernel,
-            {**rows, **sizes, "REACH": -1, "M": 0, "E": 0},
-            config.warps_backward,
-            types,
-        )
-        config = with_window
         memories = {**back, "WINDOW": 512, "BLOCK_M": config.memory}
         yield (
             f"{name} memories backward",
@@ -407,8 +421,18 @@ def _eidetic_kernels(arch):
             config.warps_backward,
             types,
         )
-        spread = {"G": 2048 // dim, "K": dim, "BLOCK_D": dim, "BLOCK_K": config.keys_backward, "GRAD_ROW": 4096}
+        spread = {"G": 2048 // dim, "K": dim, "BLOCK_D": dim, "BLOCK_K": min(config.keys_backward, 8192 // dim), "GRAD_ROW": 4096}
         yield f"{name} copies backward", memory_copy_kernels.memory_copy_backward_kernel, spread, 4, types
+    # all of a document, and no memories
+    for dim, heads, groups in ((64, 32, 32), (128, 16, 16), (256, 16, 2)):
+        config = config_of(dim, whole=True)
+        yield from _history_kernels(f"attention of {dim}", dim, heads, groups, config, types)
+        yield from _history_kernels(f"attention of {dim} in float32", dim, heads, groups, config.for_float32(), types)
+    for dim, heads, groups in ((80, 32, 32), (96, 16, 16), (160, 16, 4), (192, 12, 4)):
+        yield from _history_kernels(f"attention, heads of {dim},", dim, heads, groups, config_of(dim, whole=True), types)
+    for dim, groups in ((128, 4), (256, 2)):
+        config = config_of(dim, whole=False)
+        yield from _history_kernels(f"attention of {dim} in a window", dim, 16, groups, config, types, reach=4095)
     sizes = {"WINDOW": 512, "EIDETIC": 64, "FADING": 16, "HAS_STATE": 1}
     gathered = {**sizes, "C": 2048, "ROW": 4096, "FADING_ROW": 4096, "N": 511, "BLOCK_M": 16, "BLOCK_E": 64, "BLOCK_C": 512}
     yield "eidetic, copies", memory_copy_kernels.memory_copy_kernel, gathered, 4, types
@@ -419,6 +443,45 @@ def _eidetic_kernels(arch):
         score = {"C": 2048, "N": 4, "NORM": norm, "BLOCK_T": 16, "BLOCK_C": 256}
         named = f"eidetic, innovation by {norm}"
         yield named, innovation_kernels.innovation_kernel, score, 4, {"weights": "fp32", "score": "fp32", "y": "bf16"}
+
+
+def attention_config(arch, dim, *, whole):
+    """As runs choose it."""
+    from baton.kernels.compile import launch_configs
+    from baton.kernels.eidetic_attention.launch_config import KERNEL, default_launch_config, shape_of
+
+    own = launch_configs.for_device_names(KERNEL, names(arch), shape_of(dim, whole=whole))
+    return replace(default_launch_config(dim, whole=whole), **own)
+
+
+def attention_types():
+    integers = dict.fromkeys(("slot", "limit", "ends", "far_limit", "row", "first", "fading_first", "later", "last"), "i32")
+    return {**integers, **dict.fromkeys(("lse", "delta", "dmemory_k", "dmemory_v"), "fp32"), "begin": "i32"}
+
+
+def _history_kernels(name, dim, heads, groups, config, types, reach=-1):
+    """Attention alone. config: of float32 where its steps have that size. reach: tokens of a window, without this one; -1: none."""
+    import triton.language as tl
+
+    from baton.kernels.common.launch_utils import next_power_of_2
+    from baton.kernels.eidetic_attention import joint_attention_kernels as kernels
+
+    low = "float32" not in name
+    if not low:
+        types = {
+            **types,
+            **dict.fromkeys(("q", "k", "v", "far_k", "far_v", "memory_k", "memory_v", "y", "dy", "dq", "dk", "dv"), "fp32"),
+        }
+    sizes = {"H": heads, "G": groups, "K": dim, "BLOCK_D": next_power_of_2(dim), "ROW": groups * dim, "M": 0}
+    sizes["DOT_DTYPE"] = tl.bfloat16 if low else None
+    queries = {**sizes, "FAR": 0, "BLOCK_Q": config.queries, "BLOCK_K": config.keys, "BLOCK_M": 16}
+    forward = {**queries, "num_stages": config.stages, "maxnreg": config.registers}
+    yield f"{name} forward", kernels.joint_attention_forward_kernel, forward, config.warps, types
+    dq = {**queries, "BLOCK_K": config.keys_dq or config.keys}
+    yield f"{name} queries backward", kernels.joint_attention_backward_dq_kernel, dq, config.warps, types
+    rows = {**sizes, "BLOCK_Q": config.queries_backward, "BLOCK_K": config.keys_backward, "num_stages": config.stages_backward}
+    rows |= {"MIN_DISTANCE": 0, "REACH": reach, "GRAD_ROW": groups * dim, "E": 0}
+    yield f"{name} rows backward", kernels.joint_attention_backward_dkv_kernel, rows, config.warps_backward, types
 
 
 def _without_warps(sizes):
@@ -551,7 +614,7 @@ def _kernels(arch):
         ("mamba, d_state 64,", MAMBA.value, 64),
         ("mamba zoh, d_state 64,", MAMBA_ZOH.value, 64),
     ):
-        own = launch_configs.for_device_names(KERNEL, NAMES[arch], shape_of(label.split(",")[0], d_state, 8, CHANNELS))
+        own = launch_configs.for_device_names(KERNEL, names(arch), shape_of(label.split(",")[0], d_state, 8, CHANNELS))
         config = replace(default_launch_config(d_state, kind == MAMBA_ZOH.value), **own)
         common = {"RECURRENCE": kind, "ACTIVATE": True, "HAS_POS": True, "EVEN_T": True, "EVEN_D": True}
         common |= {"DIM": CHANNELS, "DSTATE": d_state, "BLOCK_D": config.block_d, "BLOCK_N": d_state}
@@ -651,11 +714,48 @@ def one(number, arch):
     return f"{name}, sm_{arch}", report(kernel, signature(kernel, constants, dtype), constants, arch, warps)
 
 
+class _SharedIsKnownError(Exception):
+    pass
+
+
+def shared(named, arch):
+    """Bytes of shared memory of one of `fitted`, without compiling it to the end."""
+    from triton import knobs
+
+    def stop(backend, stages, *_):
+        def ptx(src, metadata):
+            raise _SharedIsKnownError(metadata["shared"])
+
+        stages["ptx"] = ptx
+
+    name, kernel, constants, warps, dtype = next(configuration for configuration in fitted(arch) if configuration[0] == named)
+    knobs.runtime.add_stages_inspection_hook, knobs.compilation.always_compile = stop, True
+    try:
+        binary_of(kernel, signature(kernel, constants, dtype), constants, arch, warps)
+    except _SharedIsKnownError as found:
+        return f"{name}, sm_{arch}", found.args[0]
+    finally:
+        knobs.runtime.add_stages_inspection_hook, knobs.compilation.always_compile = None, False
+    raise AssertionError("a kernel was compiled without the stage that writes PTX")
+
+
+def limits():
+    """Bytes of shared memory that a program can have, by architecture."""
+    from baton.kernels.compile.aot import Target
+
+    return {arch: 1024 * Target(arch).shared_kib for arch in FITTED}
+
+
 def digest(number, arch):
-    """Of all that the report of the number-th configuration depends on: sources, constants, types, and the compiler."""
+    """Of all that the report of the number-th configuration depends on."""
+    return digest_of(list(kernels(arch))[number], arch)
+
+
+def digest_of(configuration, arch):
+    """Of sources, constants, types, and the compiler."""
     import triton
 
-    name, kernel, constants, warps, dtype = list(kernels(arch))[number]
+    name, kernel, constants, warps, dtype = configuration
     what = name, kernel.cache_key, sorted(constants.items(), key=str), signature(kernel, constants, dtype), warps, arch
     return hashlib.sha256(f"{triton.__version__} {what}".encode()).hexdigest()
 
@@ -663,6 +763,14 @@ def digest(number, arch):
 def known():
     """Reports of what was compiled before, by digest."""
     return json.loads(REPORTS.read_text(encoding="utf-8"))
+
+
+def known_shared():
+    """Bytes by digest, and whether this Triton says so."""
+    import triton
+
+    written = json.loads(SHARED.read_text(encoding="utf-8"))
+    return written["bytes"], written["triton"] == triton.__version__
 
 
 def of_each_kernel():
@@ -689,15 +797,26 @@ def blocks_of(name):
 
 
 def main():
-    """Argument: `all` for every configuration on every architecture; `each` for one of each kernel, of which those are compiled
-    that are not among the reports; `write` writes the reports of those."""
+    """Argument: `all` for every configuration on every architecture; `each` for one of each kernel, and what is compared with the
+    shared memory of all architectures, of which those are compiled that are not among the reports; `write` writes the reports of
+    those."""
+    import triton
+
     every = sys.argv[1] == "all"
     listed = list(kernels(MAIN))  # before processes are forked: they share what is imported
     numbers = range(len(listed)) if every else of_each_kernel()
     digests = {number: digest(number, MAIN) for number in of_each_kernel()}
-    reports = known() if sys.argv[1] == "each" else {}
+    reports = {} if every else known()
     before = {f"{listed[n][0]}, sm_{MAIN}": reports[key] for n, key in digests.items() if key in reports}
     numbers = [number for number in numbers if digests.get(number) not in reports]
+    sizes, same = known_shared()
+    sizes = {} if every else sizes
+    # with another Triton all would be compiled, which takes ten minutes: then only what presets need where there is least
+    to_fit = [
+        (f"{configuration[0]}, sm_{arch}", configuration[0], arch, digest_of(configuration, arch))
+        for arch in (FITTED if same or sys.argv[1] != "each" else FITTED[1:2])
+        for configuration in (fitted(arch) if same or sys.argv[1] != "each" else _preset_kernels(arch))
+    ]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         few = pool.submit(starved)
         walks = {name: pool.submit(blocks_of, name) for name in ("longhorn backward", "mamba backward") if every}
@@ -706,11 +825,18 @@ def main():
             for number in numbers
             for arch in ((MAIN,) if ", " in listed[number][0] or not every else ARCHITECTURES)
         ]
+        fitting = [pool.submit(shared, name, arch) for _, name, arch, key in to_fit if key not in sizes]
+        measured = dict(job.result() for job in fitting)
         found = {"kernels": before | dict(job.result() for job in jobs), "starved": few.result()}
         if sys.argv[1] == "write":
-            rows = {digests[number]: found["kernels"][f"{listed[number][0]}, sm_{MAIN}"] for number in numbers}
+            rows = {key: found["kernels"][f"{listed[number][0]}, sm_{MAIN}"] for number, key in digests.items()}
             REPORTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")
+            sizes = {key: measured[name] if name in measured else sizes[key] for name, *_, key in to_fit}
+            written = {"triton": triton.__version__, "bytes": dict(sorted(sizes.items()))}
+            SHARED.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
             return
+        found["shared"] = {name: measured[name] if name in measured else sizes[key] for name, *_, key in to_fit}
+        found |= {"limits": limits(), "same": same}
         found["digests"] = [digest(number, arch) for number in of_each_kernel()[:2] for arch in (80, MAIN)]
         json.dump({**found, "blocks": {name: job.result() for name, job in walks.items()}}, sys.stdout)
 

@@ -224,6 +224,40 @@ def test_a_deeper_model_launches_nothing_else(programs):
     assert all(count > 4 for _, count in found.values())
 
 
+TOO_LARGE = """
+import json
+from pathlib import Path
+import torch
+from baton.kernels.compile.aot import META, Target, compiling
+from baton.kernels.compile.fitting import exactly
+from baton.kernels.eidetic_attention.joint_attention_launch import history_attention
+from baton.kernels.eidetic_attention.launch_config import LaunchConfig
+
+q, limit = torch.empty(1, 128, 2, 128, dtype=torch.bfloat16, device=META), torch.empty(1, 128, dtype=torch.int32, device=META)
+config = LaunchConfig(queries=64, keys=64, stages=4)
+
+def found():
+    with compiling(Target(89), 2) as compiled:
+        history_attention(q, q, q, limit, scale=1.0, config=config)
+    assert not compiled.failures
+    known = [json.loads((Path(compiled.folder) / file.replace("__grp__", "")).read_text()) for file in compiled.files]
+    return [(one["shared"], one["num_stages"]) for one in known]
+
+attempts = found()
+with exactly():
+    print(json.dumps([attempts, found()]))
+"""
+
+
+def test_what_is_launched_instead_of_what_does_not_fit_is_compiled_too(programs, tmp_path):
+    """Every attempt, to the first that fits the card that is not here."""
+    found, exactly = json.loads(programs.run(TOO_LARGE, TRITON_CACHE_DIR=str(tmp_path)))
+    (first, stages), (last, fewer) = found
+    assert first > 99 * 1024 >= last
+    assert (stages, fewer) == (4, 3)
+    assert exactly == found[:1]
+
+
 KEYS = """
 import sys
 from baton.kernels.common.launch_utils import LazyModule
