@@ -10,35 +10,41 @@ Shapes: r, k, a, b, g [B, T, H, K], v, o [B, T, H, V], pos [B, T], states [B, H,
 import triton
 import triton.language as tl
 
-from baton.kernels.common.triton_prefetch import LOG2_E
+from baton.kernels.common.triton_prefetch import LOG2_E, pack_bits, unpack_bits
 
 
 @triton.jit
-def load_vector(base, t, T, row, inside):
-    """Of token t, in fp32; zeros past the end."""
-    return tl.load(base + tl.cast(t, tl.int64) * row, mask=inside & (t < T), other=0.0).to(tl.float32)
+def load_bits(base, t, T, row, inside):
+    """A row of token t as it lies in memory, so that nothing waits for it; zeros past the end."""
+    return pack_bits(tl.load(base + tl.cast(t, tl.int64) * row, mask=inside & (t < T), other=0.0))
 
 
 @triton.jit
 def load_token(t, T, k, v, a, b, g, pos, k_row, v_row, a_row, b_row, g_row, k_in, v_in, HAS_POS: tl.constexpr):
-    """k, v, a, b and the decay of token t, and whether it is not the first of a document."""
-    keeps = True
+    """Rows k, v, a, b and g of token t, not converted, and whether it is not the first of a document."""
+    keeps = t >= 0
     if HAS_POS:
         keeps = tl.load(pos + t, mask=t < T, other=1) != 0
-    decay = tl.exp2(load_vector(g, t, T, g_row, k_in) * LOG2_E)
     return (
-        load_vector(k, t, T, k_row, k_in),
-        load_vector(v, t, T, v_row, v_in),
-        load_vector(a, t, T, a_row, k_in),
-        load_vector(b, t, T, b_row, k_in),
-        decay,
+        load_bits(k, t, T, k_row, k_in),
+        load_bits(v, t, T, v_row, v_in),
+        load_bits(a, t, T, a_row, k_in),
+        load_bits(b, t, T, b_row, k_in),
+        load_bits(g, t, T, g_row, k_in),
         keeps,
     )
 
 
 @triton.jit
+def converted(token, k, v, a, b, g):
+    """k, v, a, b and the decay in fp32, and whether the token is not the first of a document."""
+    decay = tl.exp2(unpack_bits(token[4], g) * LOG2_E)
+    return unpack_bits(token[0], k), unpack_bits(token[1], v), unpack_bits(token[2], a), unpack_bits(token[3], b), decay, token[5]
+
+
+@triton.jit
 def advance(S, token, HAS_POS: tl.constexpr):
-    """The state after a token, given that before it."""
+    """The state after a token, given that before it. token: `converted`."""
     k_t, v_t, a_t, b_t, decay, keeps = token
     if HAS_POS:
         S = tl.where(keeps, S, 0.0)
@@ -73,12 +79,17 @@ def generalized_delta_rule_forward_kernel(
     state = bh.to(tl.int64) * (K * V)
     checkpoints += state * tl.cdiv(T, INTERVAL)
     S = tl.load(initial + state + where, mask=inside, other=0.0)
+    token = load_token(0, T, k, v, a, b, g, pos, k_row, v_row, a_row, b_row, g_row, k_in, v_in, HAS_POS)
+    r_bits = load_bits(r, 0, T, r_row, k_in)
     for t in range(T):
         if t % INTERVAL == first_checkpoint:
             tl.store(checkpoints + tl.cast(t // INTERVAL, tl.int64) * (K * V) + where, S, mask=inside)
-        S = advance(S, load_token(t, T, k, v, a, b, g, pos, k_row, v_row, a_row, b_row, g_row, k_in, v_in, HAS_POS), HAS_POS)
-        o_t = tl.sum(load_vector(r, t, T, r_row, k_in)[:, None] * S, 0) * scale
+        following = load_token(t + 1, T, k, v, a, b, g, pos, k_row, v_row, a_row, b_row, g_row, k_in, v_in, HAS_POS)
+        following_r = load_bits(r, t + 1, T, r_row, k_in)
+        S = advance(S, converted(token, k, v, a, b, g), HAS_POS)
+        o_t = tl.sum(unpack_bits(r_bits, r)[:, None] * S, 0) * scale
         tl.store(o + tl.cast(t, tl.int64) * (H * V), o_t.to(o.dtype.element_ty), mask=v_in)
+        token, r_bits = following, following_r
     tl.store(final + state + where, S, mask=inside)
 
 
@@ -132,7 +143,7 @@ def generalized_delta_rule_backward_kernel(
             for s in tl.static_range(GROUP):
                 t = c * INTERVAL + m * GROUP + s
                 token = load_token(t, T, k, v, a, b, g, pos, k_row, v_row, a_row, b_row, g_row, k_in, v_in, HAS_POS)
-                S = advance(S, token, HAS_POS)
+                S = advance(S, converted(token, k, v, a, b, g), HAS_POS)
         tl.debug_barrier()
         for back in range(INTERVAL // GROUP):
             m = INTERVAL // GROUP - 1 - back
@@ -141,18 +152,17 @@ def generalized_delta_rule_backward_kernel(
             for s in tl.static_range(GROUP):
                 t = c * INTERVAL + m * GROUP + s
                 token = load_token(t, T, k, v, a, b, g, pos, k_row, v_row, a_row, b_row, g_row, k_in, v_in, HAS_POS)
-                S = advance(S, token, HAS_POS)
+                S = advance(S, converted(token, k, v, a, b, g), HAS_POS)
                 states += (S,)
             for s in tl.static_range(GROUP - 1, -1, -1):
                 t = c * INTERVAL + m * GROUP + s
-                k_t, v_t, a_t, b_t, decay, keeps = load_token(
-                    t, T, k, v, a, b, g, pos, k_row, v_row, a_row, b_row, g_row, k_in, v_in, HAS_POS
-                )
+                token = load_token(t, T, k, v, a, b, g, pos, k_row, v_row, a_row, b_row, g_row, k_in, v_in, HAS_POS)
+                k_t, v_t, a_t, b_t, decay, keeps = converted(token, k, v, a, b, g)
                 before, after = states[s], states[s + 1]
                 if HAS_POS:
                     before = tl.where(keeps, before, 0.0)
-                do_t = load_vector(do, t, T, do_row, v_in) * scale
-                r_t = load_vector(r, t, T, r_row, k_in)
+                do_t = unpack_bits(load_bits(do, t, T, do_row, v_in), do) * scale
+                r_t = unpack_bits(load_bits(r, t, T, r_row, k_in), r)
                 read = tl.sum(a_t[:, None] * before, 0)
                 dS += r_t[:, None] * do_t[None, :]
                 dread = tl.sum(b_t[:, None] * dS, 0)

@@ -34,14 +34,9 @@ class LaunchConfig:
 
     state_block: int = 4096
     state_block_few: int = 2048
-    values_per_warp: int = 1024
+    values_per_warp: int = 512
     checkpoint_interval: int = 64
-    group_t: int = 4
-
-
-def default_launch_config(d_key: int) -> LaunchConfig:
-    """Fewer states in registers where they are larger."""
-    return LaunchConfig() if d_key <= 64 else LaunchConfig(state_block=8192, state_block_few=4096, group_t=2)
+    group_t: int = 2
 
 
 def use_triton(k: Tensor, compute_dtype: torch.dtype) -> bool:
@@ -56,7 +51,7 @@ def generalized_delta_rule_triton(
     """As `op.generalized_delta_rule`, which checks the arguments. config: None: the default."""
     if initial_state is None:
         initial_state = k.new_zeros(*k.shape[::2], k.shape[3], v.shape[3], dtype=torch.float32)
-    config, pos = config or default_launch_config(k.shape[3]), launch_utils.int32_positions(pos)
+    config, pos = config or LaunchConfig(), launch_utils.int32_positions(pos)
     tensors = (r, k, v, a, b, g)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, initial_state)):
         o, final = _GeneralizedDeltaRule.apply(scale, pos, config, initial_state, *tensors)
@@ -80,7 +75,7 @@ class _Launch:
         return torch.empty(shape, dtype=dtype, device=self.tensors[0].device)
 
     def options(self, block_v: int) -> dict[str, Any]:
-        warps = min(8, max(1, self.block_k * block_v // self.config.values_per_warp))
+        warps = min(16, max(1, self.block_k * block_v // self.config.values_per_warp))
         return {
             "K": self.d_key, "V": self.d_value, "H": self.heads, "HAS_POS": self.pos is not None,
             "INTERVAL": self.config.checkpoint_interval, "BLOCK_K": self.block_k, "BLOCK_V": block_v, "num_warps": warps,

@@ -10,7 +10,7 @@ from support.recurrences import gradients, positions, seeded
 
 from baton.kernels.generalized_delta_rule.recurrence import GeneralizedDeltaRule
 from baton.kernels.generalized_delta_rule.reference import generalized_delta_rule_reference
-from baton.kernels.generalized_delta_rule.triton_launch import LaunchConfig, default_launch_config, generalized_delta_rule_triton
+from baton.kernels.generalized_delta_rule.triton_launch import LaunchConfig, generalized_delta_rule_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = LaunchConfig(state_block=64, state_block_few=64, checkpoint_interval=8, group_t=2)
@@ -60,7 +60,7 @@ def compare(sizes, config, *, starts, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("starts", [False, True])
-@pytest.mark.parametrize("sizes", [(2, 21, 2, 5, 19), (1, 8, 1, 8, 8), (1, 1, 3, 3, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 11, 2, 5, 11), (1, 8, 1, 8, 8), (1, 1, 3, 3, 2)], ids=str)
 def test_it_is_the_definition(sizes, starts):
     """Values in several programs and in one, lengths that are no multiple of a chunk, and a single token."""
     compare(sizes, SMALL, starts=starts)
@@ -88,4 +88,4 @@ def test_without_a_state_it_begins_at_zero():
     "sizes", [(2, 150, 3, 64, 64), (8, 70, 32, 64, 64), (1, 100, 2, 128, 128), (1, 90, 2, 192, 64), (2, 1, 3, 64, 64)], ids=str
 )
 def test_the_launch_configs_of_runs(sizes, dtype):
-    compare(sizes, default_launch_config(sizes[3]), starts=True, dtype=dtype)
+    compare(sizes, LaunchConfig(), starts=True, dtype=dtype)

@@ -6,7 +6,6 @@ from support.measured_costs import VARIANTS, run_of
 from support.operators import Counted
 
 from baton.kernels.compile.aot import Target, launching_nothing
-from baton.kernels.generalized_delta_rule.recurrence import GeneralizedDeltaRule
 from baton.kernels.lattice.recurrence import Lattice
 from baton.kernels.registry import recurrences
 from baton.launcher.cluster import load_cluster
@@ -15,9 +14,7 @@ from baton.launcher.planner.plan import make_plan
 from baton.launcher.planner.slow_paths import slow_paths
 from baton.models.mixer import recurrences_of
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import GENERALIZED_DELTA_RULE_CHUNK
 from baton.models.settings.lattice import LatticeConfig
-from baton.models.settings.rwkv7 import RWKV7Config
 from baton.training.build import build_model
 
 SPARSE = [{"variant": variant, "project": project} for variant in ("dec", "enc", "sim") for project in (True, False)]
@@ -78,25 +75,6 @@ def test_operators_and_memory_traffic_of_a_token_are_those_counted(settings, for
     eager = LatticeConfig(**settings, forget=forget, sparsity=0.1, heads=1)._eager(1)
     for found, said in zip(each, (*eager.launches, *eager.moved), strict=True):
         assert said == pytest.approx(found, rel=0.15)
-
-
-def test_operators_and_memory_traffic_of_the_generalized_delta_rule_are_those_counted():
-    """Of a chunk, at the paper's sizes."""
-    settings = RWKV7Config(heads=2)
-    d_key, d_value, tokens = settings.d_key, settings.d_value, GENERALIZED_DELTA_RULE_CHUNK
-
-    def counted(chunks):
-        widths = *(d_key,) * 2, d_value, *(d_key,) * 3
-        inputs = tuple(torch.zeros(1, chunks * tokens, 2, width, requires_grad=True) for width in widths)
-        with Counted() as ahead:
-            y, _ = GeneralizedDeltaRule().run(inputs, None, {"S": torch.zeros(1, 2, d_key, d_value, requires_grad=True)})
-        with Counted() as back:
-            y.sum().backward()
-        return ahead.launches, back.launches, ahead.moved, back.moved
-
-    eager = settings.costs(128).recurrences[-1].eager
-    for more, fewer, said in zip(counted(3), counted(2), (*eager.launches, *eager.moved), strict=True):
-        assert said == pytest.approx((more - fewer) / tokens, rel=0.15)
 
 
 def test_a_gpu_without_a_kernel_is_said_in_one_line_with_its_cost_and_a_cpu_says_nothing():

@@ -97,6 +97,7 @@ def kernels(arch):
         yield name, kernel, {**constants, **rows}, warps, dtype
     yield from _matrix_kernels(arch)
     yield from _lattice_kernels()
+    yield from _generalized_delta_kernels()
     yield from (kernel for kernel in _eidetic_kernels(arch) if not MAY_SPILL.search(kernel[0]))
     yield from _norm_kernels()
     yield from _gate_kernels()
@@ -352,6 +353,28 @@ def _lattice_chunks(variant, config, common, types):
             ("behind", triton_chunk_backward.lattice_backward_post_kernel, config.warps_parallel),
         ):
             yield f"lattice, {of} chunks", kernel, {n: x for n, x in beside.items() if n in kernel.arg_names}, warps, types
+
+
+def _generalized_delta_kernels():
+    """With RWKV-7's heads, and with wider ones."""
+    from baton.kernels.generalized_delta_rule import triton_kernels
+    from baton.kernels.generalized_delta_rule.triton_launch import LaunchConfig
+
+    of_g = {
+        "g": "fp32",
+        "scale": "=fp32",
+        **dict.fromkeys(("initial", "final", "checkpoints", "dfinal", "scratch", "dinitial"), "fp32"),
+    }
+    config = LaunchConfig()
+    for width in (64, 128):
+        for name, numbers in (("", config.state_block), (", few heads", config.state_block_few)):
+            block = {"BLOCK_K": width, "BLOCK_V": numbers // width, "INTERVAL": config.checkpoint_interval, "HAS_POS": True}
+            options, warps = {"K": width, "V": width, "H": 32, **block}, numbers // config.values_per_warp
+            label = f"generalized delta rule of {width}{name}"
+            yield f"{label} forward", triton_kernels.generalized_delta_rule_forward_kernel, options, warps, of_g
+            parts = {} if numbers >= width * width else dict.fromkeys(("dr", "dk", "da", "db"), "fp32")
+            types, options = {**of_g, "dg": "fp32", **parts}, {**options, "GROUP": config.group_t}
+            yield f"{label} backward", triton_kernels.generalized_delta_rule_backward_kernel, options, warps, types
 
 
 def _eidetic_kernels(arch):
