@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
+from baton.kernels.compile.fitting import Sizes, launch_blocks
 from baton.kernels.delta_rule.triton_launch import SMALL, DeltaRuleLaunch, LaunchConfig
 from baton.kernels.gated_linear_attention.launch_args import QKV, PreparedGates, Side
 from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch
@@ -74,11 +75,16 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         warps = self.warps_for(self.config.warps_walk, self.read_k, v)
         options = self.chunk_loop_options(self.config.values, num_warps=warps)
         columns = Y if u is not None else Y + X
-        _kernels.channel_u_kernel[(-(-columns // options["BY"]), launch.batch * launch.heads, -(-launch.chunks // piece))](
-            self.read_k, self.prepared.written, self.whole, v, self.beta, inverse, launch.or_v(first), launch.or_v(u),
-            launch.or_v(states), last, launch.length, launch.chunks, piece, *launch_utils.strides(v, self.beta),
-            HAS_FIRST=first is not None, KEEP=u is not None, **options,
-        )  # fmt: skip
+
+        def walk(blocks: Sizes) -> None:
+            grid = (-(-columns // blocks["BY"]), launch.batch * launch.heads, -(-launch.chunks // piece))
+            _kernels.channel_u_kernel[grid](
+                self.read_k, self.prepared.written, self.whole, v, self.beta, inverse, launch.or_v(first), launch.or_v(u),
+                launch.or_v(states), last, launch.length, launch.chunks, piece, *launch_utils.strides(v, self.beta),
+                HAS_FIRST=first is not None, KEEP=u is not None, **{**options, **blocks},
+            )  # fmt: skip
+
+        launch_blocks(walk, "channel_u_kernel", BY=options["BY"])
 
     def forward(self, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         launch, inverse = self.gla, self.compute_inverses()
@@ -100,11 +106,15 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
             warps = self.warps_for(self.config.warps_backward, self.read_k, dy)
             options = self.chunk_loop_options(self.config.values_backward, num_warps=warps, num_stages=self.config.stages_backward)
-            _kernels.channel_u_backward_kernel[(-(-Y // options["BY"]), rows, pieces)](
-                self.prepared.read, self.read_k, self.prepared.written, self.whole, self.beta, dy, scores, inverse,
-                launch.or_v(arriving), dr, cotangents, dfirst, launch.length, launch.chunks, -(-launch.chunks // pieces),
-                self.scale, *launch_utils.strides(self.beta, dy), KEEP=arriving is not None, **options,
-            )  # fmt: skip
+
+            def walk(blocks: Sizes) -> None:
+                _kernels.channel_u_backward_kernel[(-(-Y // blocks["BY"]), rows, pieces)](
+                    self.prepared.read, self.read_k, self.prepared.written, self.whole, self.beta, dy, scores, inverse,
+                    launch.or_v(arriving), dr, cotangents, dfirst, launch.length, launch.chunks, -(-launch.chunks // pieces),
+                    self.scale, *launch_utils.strides(self.beta, dy), KEEP=arriving is not None, **{**options, **blocks},
+                )  # fmt: skip
+
+            launch_blocks(walk, "channel_u_backward_kernel", BY=options["BY"])
             return dfirst
 
         pieces = 1 if transitions is None else transitions.shape[2]

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
+from baton.kernels.compile.fitting import Sizes, launch_blocks
 from baton.kernels.gated_linear_attention.launch_args import QKV, PreparedGates, Side
 from baton.kernels.gated_linear_attention.launch_args import LaunchConfig as GLALaunchConfig
 from baton.kernels.gated_linear_attention.reference import Gate
@@ -202,11 +203,16 @@ class DeltaRuleLaunch:
         X, Y = launch.sizes
         options = self.chunk_loop_options(self.config.values, num_warps=self.config.warps_walk)
         columns = Y if u is not None else Y + X
-        _forward_kernels.wy_u_kernel[(-(-columns // options["BY"]), launch.batch * launch.heads, -(-launch.chunks // piece))](
-            k, v, self.beta, launch.or_v(self.sums), launch.or_v(launch.pos), inverse, launch.or_v(first), launch.or_v(u),
-            launch.or_v(states), last, launch.length, launch.chunks, piece, *launch_utils.strides(k, v, self.beta),
-            HAS_FIRST=first is not None, KEEP=u is not None, **options,
-        )  # fmt: skip
+
+        def walk(blocks: Sizes) -> None:
+            grid = (-(-columns // blocks["BY"]), launch.batch * launch.heads, -(-launch.chunks // piece))
+            _forward_kernels.wy_u_kernel[grid](
+                k, v, self.beta, launch.or_v(self.sums), launch.or_v(launch.pos), inverse, launch.or_v(first), launch.or_v(u),
+                launch.or_v(states), last, launch.length, launch.chunks, piece, *launch_utils.strides(k, v, self.beta),
+                HAS_FIRST=first is not None, KEEP=u is not None, **{**options, **blocks},
+            )  # fmt: skip
+
+        launch_blocks(walk, "wy_u_kernel", BY=options["BY"])
 
     def transitions(self, inverse: Tensor, piece: int) -> Tensor:
         """The state that each piece adds, and its transition matrix, [B, H, P, d_key, d_value + d_key]."""
@@ -262,11 +268,15 @@ class DeltaRuleLaunch:
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
             warps = self.warps_for(self.config.warps_backward, q, k, dy)
             options = self.chunk_loop_options(self.config.values_backward, num_warps=warps, num_stages=self.config.stages_backward)
-            _backward_kernels.wy_u_backward_kernel[(-(-shape[3] // options["BY"]), rows, pieces)](
-                q, k, self.beta, launch.or_v(self.sums), dy, launch.or_v(launch.pos), scores, inverse, launch.or_v(arriving), dr,
-                cotangents, dfirst, launch.length, launch.chunks, -(-launch.chunks // pieces), self.scale, *launch_utils.strides(q,
-                k, self.beta, dy), KEEP=arriving is not None, **options,
-            )  # fmt: skip
+
+            def walk(blocks: Sizes) -> None:
+                _backward_kernels.wy_u_backward_kernel[(-(-shape[3] // blocks["BY"]), rows, pieces)](
+                    q, k, self.beta, launch.or_v(self.sums), dy, launch.or_v(launch.pos), scores, inverse, launch.or_v(arriving),
+                    dr, cotangents, dfirst, launch.length, launch.chunks, -(-launch.chunks // pieces), self.scale,
+                    *launch_utils.strides(q, k, self.beta, dy), KEEP=arriving is not None, **{**options, **blocks},
+                )  # fmt: skip
+
+            launch_blocks(walk, "wy_u_backward_kernel", BY=options["BY"])
             return dfirst
 
         pieces = 1 if transitions is None else transitions.shape[2]

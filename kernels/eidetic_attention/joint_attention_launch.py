@@ -3,7 +3,7 @@
 Softmax weights are recomputed in the backward pass, which keeps only the inputs, the output, and one number per token and head.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from baton.kernels.common import launch_utils
 from baton.kernels.common.attention_tails import last_queries, with_positive_scale
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile.aot import on_gpu
-from baton.kernels.compile.fitting import launch_blocks
+from baton.kernels.compile.fitting import Sizes, launch_blocks
 from baton.kernels.eidetic_attention.launch_config import LaunchConfig
 
 _kernels = LazyModule("baton.kernels.eidetic_attention.joint_attention_kernels")
@@ -241,7 +241,7 @@ class _JointAttentionLaunch:
         """y [B, T, H, K] and the logarithm of the sum of weights, [B, H, T]."""
         y, lse = torch.empty_like(self.q), self.empty_per_token()
 
-        def launch(blocks: Mapping[str, int]) -> None:
+        def launch(blocks: Sizes) -> None:
             self.kernels.joint_attention_forward_kernel[self.grid(self.length, blocks["BLOCK_Q"], self.heads)](
                 *self.query_arguments, y, lse, self.length, self.memories, self.scale,
                 maxnreg=self.config.registers, **self.query_options, **blocks,
@@ -263,7 +263,7 @@ class _JointAttentionLaunch:
         dq, delta = torch.empty_like(self.q), self.empty_per_token()
         keys = self.config.keys_dq or self.config.keys
 
-        def launch(blocks: Mapping[str, int]) -> None:
+        def launch(blocks: Sizes) -> None:
             self.kernels.joint_attention_backward_dq_kernel[self.grid(self.length, blocks["BLOCK_Q"], self.heads)](
                 *self.query_arguments, y, lse, dy, dq, delta, self.length, self.memories, self.scale,
                 **self.query_options, **blocks,
@@ -293,7 +293,7 @@ class _JointAttentionLaunch:
         copies = self.or_q(self.seen.first, self.copies[2], *dmemory)
         options = {**self.common, "M": self.rows if copied else 0}
 
-        def launch(blocks: Mapping[str, int]) -> None:
+        def launch(blocks: Sizes) -> None:
             size = blocks["BLOCK_K"]
             ends = last_queries(limit, before, k.shape[1], size) if reach < 0 else limit
             self.kernels.joint_attention_backward_dkv_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
@@ -315,7 +315,7 @@ class _JointAttentionLaunch:
             return None, None
         dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (k, v))
 
-        def launch(blocks: Mapping[str, int]) -> None:
+        def launch(blocks: Sizes) -> None:
             grid = (self.memories * -(-self.rows // blocks["BLOCK_M"]), self.groups, self.batch)
             self.kernels.joint_attention_backward_dmemory_kernel[grid](
                 self.q, k, v, *self.or_q(self.seen.row, self.seen.slot, self.seen.begin), lse, dy, delta, dk, dv,

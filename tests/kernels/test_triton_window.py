@@ -143,3 +143,30 @@ def test_the_leaving_state_is_the_chunked_forms(window):
 def test_the_launch_configs_of_runs(window, dtype):
     compare(WindowAttention(window, grouped=True), 700, LaunchConfig(), wide=True, dtype=dtype, starts=0.004)
     compare(WindowAttention(window), 700, LaunchConfig(), wide=True, dtype=dtype, starts=0.004, carried=False)
+
+
+def compare_heads(dim, dtype, length):
+    """Of a size, four to a key head, with the launch configuration that runs have."""
+    g = seeded(0)
+    q, k, v, dy = (torch.randn(2, length, heads, dim, generator=g).to(dtype) for heads in (8, 2, 2, 8))
+    pos = positions(seeded(1), 2, length, 0.01)
+
+    def run(attention, place, cast):
+        leaves = [x.to(place, cast).requires_grad_() for x in (q, k, v)]
+        y, _ = attention(*leaves, window=None, pos=pos.to(place), state=empty(*leaves[1:], 0), scale=dim**-0.5)
+        return [y, *torch.autograd.grad(y, leaves, dy.to(place, cast))]
+
+    expected = run(window_attention_chunked, "cpu", torch.float64)
+    for found, want in zip(run(window_attention_triton, DEVICE, dtype), expected, strict=True):
+        assert relative_error(found.double().cpu(), want.detach()) <= LIMITS[dtype]
+
+
+def test_heads_may_be_wider_than_128():
+    compare_heads(144, torch.float32, 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [80, 128, 160, 192, 256])
+def test_heads_of_any_size(dim, dtype):
+    compare_heads(dim, dtype, 700)

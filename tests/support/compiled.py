@@ -26,8 +26,9 @@ CHANNELS = 4096
 ARCHITECTURES = (80, 90, 100)
 # those whose shared memory is compared, too: 8.9 and 12.0 stand for all cards with 99 KiB
 FITTED = (80, 89, 90, 100, 120)
-# of the attention kernels, those that are not held to have no spills: few use them, and float32 is for comparisons
-MAY_SPILL = re.compile(r"in float32|of 256 with memories|in a window|^preset")
+# those that are not held to have no spills: few use such attention, and float32 is for comparisons; of the delta rule's walk back
+# over chunks two programs share a processor and keep the rest of its registers in memory
+MAY_SPILL = re.compile(r"in float32|of 256 with memories|in a window|^preset|walk back")
 MAIN = 90  # the only one for what is a variant of another kernel, "NAME, VARIANT"
 # which of a kernel's configurations is compiled where one is enough; else its first
 CHEAP = {
@@ -95,7 +96,7 @@ def kernels(arch):
     for name, kernel, constants, warps, dtype in _kernels(arch):
         rows = {p.name: CHANNELS for p in kernel.params if p.is_constexpr and p.name.endswith("_row")}
         yield name, kernel, {**constants, **rows}, warps, dtype
-    yield from _matrix_kernels(arch)
+    yield from (kernel for kernel in _matrix_kernels(arch) if not MAY_SPILL.search(kernel[0]))
     yield from _lattice_kernels()
     yield from _generalized_delta_kernels()
     yield from (kernel for kernel in _eidetic_kernels(arch) if not MAY_SPILL.search(kernel[0]))
@@ -142,8 +143,7 @@ def _preset_kernels(arch):
 
 
 def _matrix_kernels(arch):
-    """Of gated linear attention and the delta rule, with the sizes of GLA, GSA, Mamba-2 and DeltaNet at 1.3B. Not the delta rule's
-    walk back over chunks: two programs share a processor and keep the rest of its registers in memory."""
+    """Of gated linear attention and the delta rule, with the sizes of GLA, GSA, Mamba-2 and DeltaNet at 1.3B."""
     import triton.language as tl
 
     from baton.kernels.channel_delta_rule import triton_kernels as channel
@@ -249,6 +249,8 @@ def _matrix_kernels(arch):
     for name, first, keep in (("writes", True, True), ("what pieces do", False, False)):
         walk = {"BX": X, "BY": config.values, "HAS_FIRST": first, "KEEP": keep}
         yield of_rule(f"gated delta, {name}", wy_forward_kernels.wy_u_kernel, config, config.warps_walk, **walk)
+    back = {"BX": X, "BY": config.values_backward, "KEEP": True, "num_stages": config.stages_backward}
+    yield of_rule("gated delta, walk back", wy_backward_kernels.wy_u_backward_kernel, config, config.warps_backward, **back)
     for backwards in (False, True):
         name, fold = f"gated delta, fold{' backward' * backwards}", {"WIDTH": X if backwards else 2 * X, "HAS_FIRST": True}
         yield of_rule(name, wy_forward_kernels.wy_fold_kernel, config, 4, BX=64, BY=16, BACKWARDS=backwards, **fold)
@@ -266,6 +268,8 @@ def _matrix_kernels(arch):
     for name, first, keep in (("writes", True, True), ("what pieces do", False, False)):
         walk = {"BX": X, "BY": config.values, "HAS_FIRST": first, "KEEP": keep}
         yield of_channels(name, channel.channel_u_kernel, config.warps_walk, **walk)
+    back = {"BX": X, "BY": config.values_backward, "KEEP": True, "num_stages": config.stages_backward}
+    yield of_channels("walk back", channel.channel_u_backward_kernel, config.warps_backward, **back)
     yield of_channels("pairs", channel.channel_pairs_kernel, config.warps, BY=config.y_chunk)
     yield of_channels("strengths of 0", channel.channel_dbeta_zero_kernel, 4, BX=16, BY=small, num_stages=1)
     sizes = {"BX": config.x_gated, "BY": config.y_gated if config.x_gated > 32 else 32, "G": 2, "SHARE": 1, "num_stages": 1}
