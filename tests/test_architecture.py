@@ -48,6 +48,7 @@ MOST_IMPORTERS = 20
 SHARED = (
     "kernels/protocol.py",
     "kernels/common/launch_utils.py",  # what launches an operator's kernels imports them by it, so an operator is one more
+    "kernels/compile/aot.py",  # and asks it whether tensors are a GPU's
     "parallel/mesh.py",
     "launcher/config.py",  # a run's configuration: every command that has to do with one reads it
     "launcher/cli/arguments.py",  # every command is one more
