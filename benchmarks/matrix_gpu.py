@@ -14,7 +14,7 @@ kernels.
 
 Peers are used where `fla` and `mamba_ssm` can be imported; without them a row's time is only said.
 
-    python benchmarks/matrix_gpu.py [--only gsa,gla,mamba2,delta_net,gated_delta_net,kda,lattice,osr,bmojo,loop]
+    python benchmarks/matrix_gpu.py [--only gsa,gla,mamba2,delta_net,gated_delta_net,kda,rwkv7,lattice,osr,bmojo,loop]
 """
 
 import argparse
@@ -43,6 +43,8 @@ from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
 from baton.kernels.gated_slot_attention.reference import gsa_reference
+from baton.kernels.generalized_delta_rule import generalized_delta_rule
+from baton.kernels.generalized_delta_rule.reference import generalized_delta_rule_reference
 from baton.kernels.head_scale import head_scale
 from baton.kernels.lattice.chunked import lattice_chunked
 from baton.kernels.lattice.op import lattice
@@ -50,7 +52,7 @@ from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.variant import UpdateRule
 
 Kind = Literal[
-    *("gsa", "gla", "mamba2", "delta_net", "gated_delta_net", "kda"),
+    *("gsa", "gla", "mamba2", "delta_net", "gated_delta_net", "kda", "rwkv7"),
     *("lattice-dec", "lattice-enc", "lattice-sim", "osr-dec", "osr-enc", "osr-sim"),
 ]
 GATE_TOKENS = 160
@@ -83,6 +85,7 @@ CASES = (
     Case("delta_net", 8, 2048, 16, 128, 128),
     Case("gated_delta_net", 8, 2048, 16, 128, 128),
     *(Case("kda", b, t, 16, 128, 128) for b, t in ((8, 2048), (1, 4096))),
+    *(Case("rwkv7", b, t, 32, 64, 64) for b, t in ((8, 2048), (1, 16384))),
     *(
         Case(kind, b, t, h, 64, 64)
         for h in (16, 32)
@@ -109,6 +112,16 @@ def inputs_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
         found = {"q": F.normalize(q, dim=-1), "k": k, "v": v, "g": F.logsigmoid(3 + 2 * normal(H, case.slots))}
     elif case.kind == "gla":
         found = {"q": q, "k": k, "v": v, "g": F.logsigmoid(normal(H, K)) / 16}
+    elif case.kind == "rwkv7":
+        a = F.normalize(normal(H, K), dim=-1)
+        found = {
+            "r": q,
+            "k": k,
+            "v": v,
+            "a": a,
+            "b": -torch.sigmoid(normal(H, K)) * a,
+            "g": -0.606531 * torch.sigmoid(normal(H, K)),
+        }
     elif case.kind == "mamba2":
         found = {"q": q, "k": k, "v": v, "step": F.softplus(normal(H) - 3)}
     else:
@@ -124,7 +137,7 @@ def inputs_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
                 "gamma": found["beta"],
                 "S0": S0,
             }
-    return {name: x.to(dtype) if name in "qkv" else x for name, x in found.items()}
+    return {name: x.to(dtype) if name in "rqkvab" else x for name, x in found.items()}
 
 
 def state_of(case: Case, inputs: dict[str, Tensor], seed: int = 3) -> dict[str, Tensor]:
@@ -167,6 +180,9 @@ def run(case: Case, inputs: dict[str, Tensor], pos: Tensor | None = None, define
         if defined:
             return list(lattice_reference(**given, rule=UpdateRule(variant, project), pos=pos, initial_state=first))
         return list(lattice(**given, variant=variant, project=project, pos=pos, initial_state=first))
+    if case.kind == "rwkv7":
+        generalized = generalized_delta_rule_reference if defined else generalized_delta_rule
+        return list(generalized(**given, scale=scale, pos=pos, initial_state=first))
     rule = delta_rule_reference if defined else delta_rule
     return list(rule(**{"g": None, **given}, scale=scale, pos=pos, initial_state=first))
 
@@ -257,6 +273,11 @@ def peer_of(case: Case) -> tuple[str, Callable[..., Tensor] | None, bool]:
         if case.kind == "kda":
             op = importlib.import_module("fla.ops.kda").chunk_kda
             return "fla", lambda q, k, v, g, beta: op(q, k, v, g, beta.to(v.dtype), scale=scale)[0], True
+        if case.kind == "rwkv7":
+            op = importlib.import_module("fla.ops.rwkv7").chunk_rwkv7
+            # as fla's model calls it; the bound lets it use tensor cores
+            words = {"scale": scale, "safe_gate": True, "chunk_size": 64, "lower_bound": -0.606531}
+            return "fla", lambda r, k, v, a, b, g: op(r, g, k, v, a, b, **words)[0], True
         if case.kind == "mamba2":
             scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
             decay = -torch.ones(case.heads, device="cuda")
