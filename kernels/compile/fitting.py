@@ -13,8 +13,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from baton.kernels.errors import KernelError
+
 TRITONS_STAGES = 3
 """Pipeline stages of a launch that names none."""
+
+MOST_PROGRAMS = 65535
+"""Along the second and the third axis of a grid; along the first there can be 2^31 - 1 (CUDA C++ Programming Guide, "Compute
+Capabilities")."""
 
 Sizes = Mapping[str, int]
 """What an attempt changes, by the name that the kernel or Triton has for it."""
@@ -116,7 +122,12 @@ class FittingKernel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
 
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        if max(grid[1:], default=0) > MOST_PROGRAMS:
+            raise KernelError(
+                f"{self._kernel.__name__}: a grid of {' x '.join(map(str, grid))} programs, and CUDA has at most {MOST_PROGRAMS} "
+                "along all axes but the first: give it fewer sequences or shorter ones at once"
+            )
         return partial(self._launch, grid)
 
     def _launch(self, grid: Any, *args: Any, **options: Any) -> Any:

@@ -14,6 +14,15 @@ from baton.kernels.common.triton_prefetch import LOG2_E, pack_bits, unpack_bits
 
 
 @triton.jit
+def place(K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, BLOCK_V: tl.constexpr):
+    """A program's part of the values, its sequence and head, and where the head's state begins. All programs are along one axis of
+    the grid: along the others CUDA has 65535 at most, and there are batch times heads."""
+    parts = tl.cdiv(V, BLOCK_V)
+    bh = tl.program_id(0) // parts
+    return tl.program_id(0) % parts, (bh // H).to(tl.int64), (bh % H).to(tl.int64), bh.to(tl.int64) * (K * V)
+
+
+@triton.jit
 def load_bits(base, t, T, row, inside):
     """A row of token t as it lies in memory, so that nothing waits for it; zeros past the end."""
     return pack_bits(tl.load(base + tl.cast(t, tl.int64) * row, mask=inside & (t < T), other=0.0))
@@ -64,8 +73,8 @@ def generalized_delta_rule_forward_kernel(
 
     first_checkpoint: 0, or -1 for no checkpoints, when the program runs; see `diagonal_scan_forward_kernel`.
     """
-    i, v_i, bh = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.program_id(1)
-    n, h = (bh // H).to(tl.int64), bh % H
+    part, n, h, state = place(K, V, H, BLOCK_V)
+    i, v_i = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
     k_in, v_in = i < K, v_i < V
     inside, where = k_in[:, None] & v_in[None, :], i[:, None] * V + v_i[None, :]
     r += n * r_batch + h * r_head + i
@@ -76,7 +85,6 @@ def generalized_delta_rule_forward_kernel(
     g += n * g_batch + h * g_head + i
     o += n * T * (H * V) + h * V + v_i
     pos += n * T
-    state = bh.to(tl.int64) * (K * V)
     checkpoints += state * tl.cdiv(T, INTERVAL)
     S = tl.load(initial + state + where, mask=inside, other=0.0)
     token = load_token(0, T, k, v, a, b, g, pos, k_row, v_row, a_row, b_row, g_row, k_in, v_in, HAS_POS)
@@ -107,10 +115,9 @@ def generalized_delta_rule_backward_kernel(
     BLOCK_V]; then group by group, from the last one, its states are computed into registers and its tokens are gone through
     backwards.
     """
-    part, bh = tl.program_id(0), tl.program_id(1)
+    part, n, h, state = place(K, V, H, BLOCK_V)
     i, v_i = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
-    n, h = (bh // H).to(tl.int64), bh % H
-    batch = tl.num_programs(1) // H
+    batch = tl.num_programs(0) // (H * tl.cdiv(V, BLOCK_V))
     k_in, v_in = i < K, v_i < V
     inside, where = k_in[:, None] & v_in[None, :], i[:, None] * V + v_i[None, :]
     r += n * r_batch + h * r_head + i
@@ -128,10 +135,9 @@ def generalized_delta_rule_backward_kernel(
     db += keys
     dg += keys
     dv += (n * T * H + h) * V + v_i
-    state = bh.to(tl.int64) * (K * V)
     chunks = tl.cdiv(T, INTERVAL)
     checkpoints += state * chunks
-    in_scratch = (part * tl.num_programs(1) + bh).to(tl.int64) * (INTERVAL // GROUP * BLOCK_K * BLOCK_V)
+    in_scratch = tl.program_id(0).to(tl.int64) * (INTERVAL // GROUP * BLOCK_K * BLOCK_V)
     in_scratch += tl.arange(0, BLOCK_K)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
     scratch += in_scratch
     dS = tl.load(dfinal + state + where, mask=inside, other=0.0)

@@ -100,7 +100,7 @@ class _Launch:
         final = self.new(*state)
         # final: a pointer of the same dtype and alignment, so that it is the same compiled kernel
         checkpoints = self.new(*state[:2], chunks, *state[2:]) if keep else final
-        _kernels.generalized_delta_rule_forward_kernel[(-(-self.d_value // block_v), self.batch * self.heads)](
+        _kernels.generalized_delta_rule_forward_kernel[(-(-self.d_value // block_v) * self.batch * self.heads,)](
             *self.tensors, self.or_r(self.pos), launch_utils.contiguous_aligned(initial), o, final, checkpoints, self.length,
             self.scale, 0 if keep else -1, *launch_utils.strides(*self.tensors), **self.options(block_v),
         )  # fmt: skip
@@ -119,7 +119,7 @@ class _Launch:
         dr, dk, da, db, dg = of_keys
         dv, dinitial = self.new(*v.shape, dtype=v.dtype), self.new(self.batch, self.heads, self.d_key, self.d_value)
         scratch = self.new(parts * heads * (interval // group) * self.block_k * block_v)
-        _kernels.generalized_delta_rule_backward_kernel[(parts, heads)](
+        _kernels.generalized_delta_rule_backward_kernel[(parts * heads,)](
             *self.tensors, self.or_r(self.pos), checkpoints, do, launch_utils.contiguous_aligned(dfinal), scratch, dr, dk, dv, da,
             db, dg, dinitial, self.length, self.scale, *launch_utils.strides(*self.tensors, do), GROUP=group,
             **self.options(block_v),

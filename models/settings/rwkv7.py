@@ -167,8 +167,8 @@ class RWKV7Config(MixerConfig):
                     transition=((heads, self.d_key, self.d_key),),
                 ),
             ),
-            # within a chunk: four products of keys, the solve, three sums of values; the state is read twice and written twice
-            matrix_flops=heads * (2 * chunk * (4 * self.d_key + 4 * self.d_value) + 8 * self.d_key * self.d_value),
+            # token by token: two sums over keys and two outer products, each of products and additions, and the decay
+            vector_flops=9 * heads * self.d_key * self.d_value,
         )
 
     @classmethod

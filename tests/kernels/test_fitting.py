@@ -7,8 +7,11 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
 
 from baton.kernels.compile import fitting
+from baton.kernels.compile.aot import Target, launching_nothing
 from baton.kernels.eidetic_attention.joint_attention_launch import history_attention, history_attention_backward
 from baton.kernels.eidetic_attention.launch_config import LaunchConfig
+from baton.kernels.errors import KernelError
+from baton.kernels.generalized_delta_rule.triton_launch import generalized_delta_rule_triton
 
 LENGTH, DIM = 70, 24
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="makes the interpreter's launches fail; a GPU has its own limit")
@@ -93,3 +96,18 @@ def test_of_several_ranks_one_says_it(gpu_with, capsys, monkeypatch):
     gpu_with(64)
     attention()
     assert capsys.readouterr().err == ""
+
+
+def test_more_programs_than_an_axis_of_a_grid_has_are_refused():
+    def launch(sequences):
+        q, limit = torch.empty(sequences, 1, 1, 1), torch.empty(sequences, 1, dtype=torch.int32)
+        history_attention(q, q, q, limit, scale=0.2, config=LaunchConfig())
+
+    with launching_nothing(Target(90)):
+        launch(65535)
+        with pytest.raises(KernelError, match=r"^joint_attention_forward_kernel: a grid of 1 x 1 x 65536 programs"):
+            launch(65536)
+        # RWKV-7's programs are along the first axis
+        x = torch.empty(1024, 1, 64, 1).requires_grad_()
+        o, S = generalized_delta_rule_triton(x, x, x, x, x, x, scale=1.0, pos=None, initial_state=None)
+        torch.autograd.backward((o.sum(), S.sum()))
