@@ -7,12 +7,11 @@ each set of block sizes.
 
 import re
 from collections import defaultdict
-from importlib.resources import files
 from operator import itemgetter
 
 import pytest
 import torch
-import yaml
+from support.presets import presets
 from support.recurrences import positions, seeded
 
 from baton.models.config import ModelConfig
@@ -21,8 +20,6 @@ from baton.models.library import language_model
 from baton.parallel.context_parallel import ContextLink
 
 pytestmark = pytest.mark.gpu
-
-PRESETS = sorted(path.name.removesuffix(".yaml") for path in (files("baton.configs") / "models").iterdir())
 
 
 def shortest(model: ModelConfig) -> ModelConfig:
@@ -36,8 +33,7 @@ def shortest(model: ModelConfig) -> ModelConfig:
 def narrowest_and_widest():
     """Of each family of presets."""
     families = defaultdict(list)
-    for name in PRESETS:
-        model = ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text()))
+    for name, model in presets().items():
         families[re.sub(r"-[\d.]+[mb]$", "", name)].append((model.d_model, name, model))
     ends = {
         name: model

@@ -6,7 +6,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-import yaml
 from support import measured_costs
 from support.measured_costs import (
     BATCH,
@@ -31,6 +30,7 @@ from support.measured_costs import (
     run_of,
     sent_with,
 )
+from support.presets import presets
 
 from baton.launcher.config import RunConfig, load
 from baton.launcher.errors import ConfigError
@@ -57,10 +57,6 @@ def on_meta(config, dtype="float32", stage=None):
 
     with torch.device("meta"):
         return LanguageModel(config, compute_dtype=getattr(torch, dtype), stage=stage)
-
-
-def shipped():
-    return sorted(path.name.removesuffix(".yaml") for path in (files("baton.configs") / "models").iterdir())
 
 
 def planned(model, stages=1):
@@ -97,10 +93,10 @@ def test_parameters_are_the_modules(variant, tied):
     assert_parameters(run_of(variant).model.model_copy(update={"tie_embeddings": tied}))
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", presets())
 def test_parameters_of_shipped_models_are_the_modules(name):
     """Of a layer more than the pattern has before it begins again; below some are whole."""
-    config = ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text()))
+    config = presets()[name]
     few = config.model_copy(update={"n_layers": min(config.n_layers, len(config.period) + 1)})
     assert set(few.layers) == set(config.layers)
     assert_parameters(few)
@@ -110,8 +106,7 @@ def test_parameters_of_shipped_models_are_the_modules(name):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("stages", [2, 5])
 def test_parameters_of_every_stage_are_the_modules(name, tied, stages):
-    values = yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text())
-    config = ModelConfig(**{**values, "tie_embeddings": tied})
+    config = ModelConfig(**presets()[name].model_dump() | {"tie_embeddings": tied})
     assert assert_parameters(config, stages) == planned(config)[0].parameter_count
 
 

@@ -4,11 +4,10 @@ papers'."""
 import math
 import re
 from functools import cache
-from importlib.resources import files
 
 import pytest
 import torch
-import yaml
+from support.presets import presets
 
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
@@ -52,7 +51,7 @@ def count_of_layers_alike(config):
 
 
 def shipped(name):
-    return ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text()))
+    return presets()[name]
 
 
 @pytest.mark.parametrize("name", MAMBA)
@@ -235,11 +234,11 @@ def test_samba_at_its_smaller_size_has_that_name():
     assert int(count / 1e6) == 421
 
 
-@pytest.mark.parametrize("path", sorted((files("baton.configs") / "models").iterdir(), key=str), ids=lambda path: path.stem)
-def test_every_shipped_model_is_as_large_as_its_name(path):
-    number, unit = re.search(r"-([0-9.]+)([mb])$", path.stem).groups()
+@pytest.mark.parametrize("name", presets())
+def test_every_shipped_model_is_as_large_as_its_name(name):
+    number, unit = re.search(r"-([0-9.]+)([mb])$", name).groups()
     millions = float(number) * {"m": 1, "b": 1000}[unit]
-    assert abs(parameter_count(model_of(path.stem)) / 1e6 / millions - 1) < 0.07
+    assert abs(parameter_count(model_of(name)) / 1e6 / millions - 1) < 0.07
 
 
 # Zhang et al. and Liu et al., table 2: numbers of state per d_model and (a Transformer's) layer; convolutions' tails are not in it

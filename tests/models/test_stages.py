@@ -2,11 +2,10 @@
 
 import itertools
 import random
-from importlib.resources import files
 from math import log2
 
 import pytest
-import yaml
+from support.presets import presets
 
 from baton.models import stages
 from baton.models.config import ModelConfig
@@ -15,8 +14,7 @@ from baton.parallel.errors import LayoutError
 
 
 def shipped(name, **changes):
-    values = yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text())
-    return ModelConfig(**{**values, **changes})
+    return ModelConfig(**presets()[name].model_dump() | changes)
 
 
 def sums_of(costs, head, cuts):
@@ -41,7 +39,7 @@ def test_no_other_cut_is_better(seed):
         assert sum(x * x for x in found) == min(sum(x * x for x in sums) for sums in every if max(sums) == slowest)
 
 
-@pytest.mark.parametrize("name", sorted(path.name.removesuffix(".yaml") for path in (files("baton.configs") / "models").iterdir()))
+@pytest.mark.parametrize("name", presets())
 def test_stages_are_contiguous_nonempty_and_all_layers(name):
     config = shipped(name)
     assert partition_layers(config, 1, 2048) == (single_stage(config),)

@@ -2,11 +2,10 @@
 
 import json
 import os
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
-import yaml
+from support.presets import presets
 
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
@@ -15,15 +14,10 @@ from baton.training.build import model_fingerprint
 KNOWN = Path(__file__).with_name("model_fingerprints.json")
 
 
-def shipped():
-    folder = files("baton.configs") / "models"
-    return {path.name.removesuffix(".yaml"): ModelConfig(**yaml.safe_load(path.read_text())) for path in folder.iterdir()}
-
-
 def test_checkpoints_of_shipped_models_can_still_be_resumed():
     """A setting that is new has the default that models had before it. If a model is to become another one, or is new:
     BATON_GOLDEN=1 pytest tests/training/test_model_fingerprint.py, and say so to those who have checkpoints of it."""
-    found = {name: model_fingerprint(model) for name, model in sorted(shipped().items())}
+    found = {name: model_fingerprint(model) for name, model in presets().items()}
     if os.environ.get("BATON_GOLDEN"):
         KNOWN.write_text(json.dumps(found, indent=1) + "\n")
     assert found == json.loads(KNOWN.read_text())
