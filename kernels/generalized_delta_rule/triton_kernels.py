@@ -144,15 +144,16 @@ def generalized_delta_rule_backward_kernel(
     for step in range(chunks):
         c = chunks - 1 - step
         S = tl.load(checkpoints + tl.cast(c, tl.int64) * (K * V) + where, mask=inside, other=0.0)
-        for m in range(INTERVAL // GROUP):
+        groups = tl.cdiv(tl.minimum(T - c * INTERVAL, INTERVAL), GROUP)
+        for m in range(groups):
             tl.store(scratch + m * (BLOCK_K * BLOCK_V), S)
             for s in tl.static_range(GROUP):
                 t = c * INTERVAL + m * GROUP + s
                 token = load_token(t, T, k, v, a, b, g, pos, k_row, v_row, a_row, b_row, g_row, k_in, v_in, HAS_POS)
                 S = advance(S, converted(token, k, v, a, b, g), HAS_POS)
         tl.debug_barrier()
-        for back in range(INTERVAL // GROUP):
-            m = INTERVAL // GROUP - 1 - back
+        for back in range(groups):
+            m = groups - 1 - back
             S = tl.load(scratch + m * (BLOCK_K * BLOCK_V))
             states = (S,)
             for s in tl.static_range(GROUP):
