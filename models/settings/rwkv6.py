@@ -117,4 +117,4 @@ class RWKV6Config(MixerConfig):
     @classmethod
     def small(cls) -> "RWKV6Config":
         # a norm over few values of little difference would cost float32 digits
-        return cls(heads=4, d_key=6, d_value=13, mix_low_rank_dim=3, decay_low_rank_dim=7)
+        return cls(heads=4, d_key=6, d_value=17, mix_low_rank_dim=3, decay_low_rank_dim=7)
