@@ -23,6 +23,7 @@ OPS = {
     "ttt": ("short_conv",),
     "gsa": ("gated_slot_attention", "gated_linear_attention"),
     "gla": ("gated_linear_attention",),
+    "rwkv6": ("gated_linear_attention", "short_conv"),
     "retnet": ("gated_linear_attention",),
     "hgrn2": ("gated_linear_attention",),
     "linear_attention": ("gated_linear_attention",),

@@ -39,7 +39,7 @@ def _layer(declaration: ParameterDeclaration, context: MixerContext) -> nn.Modul
     if layer in ("rms_norm", "head_norm", "split_norm"):
         norms = {"rms_norm": RMSNorm, "head_norm": HeadRMSNorm, "split_norm": SplitRMSNorm}
         return norms[layer](declaration, context)
-    if layer == "replicated":
+    if layer in ("replicated", "whole"):
         return ReplicatedLinear(declaration, context)
     d_out, d_in = declaration.shape
     init, megatron, dtype = context.initializer(declaration.init), context.megatron, context.compute_dtype

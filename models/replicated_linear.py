@@ -1,9 +1,10 @@
 """A linear layer that every tensor rank computes completely, for outputs that are too narrow to split or that all heads share.
 
-Each rank uses the result for its own heads, so it computes only a part of the result's gradient. The consumer must pass the result
-through `for_own_heads`, whose backward sums the parts; before it, all tensors and their gradients are the same on every rank. With
-sequence parallelism `for_own_heads` sums nothing: gradients stay partial down to the input, where the backward of the all-gather
-sums them, and down to the parameters, whose layouts declare it.
+Where each rank uses the result for its own heads, it computes only a part of the result's gradient. The consumer must pass the
+result through `for_own_heads`, whose backward sums the parts; before it, all tensors and their gradients are the same on every
+rank, and a result that all ranks use alike (layer "whole" of a declaration) needs no sum. With sequence parallelism `for_own_heads`
+sums nothing: gradients stay partial down to the input, where the backward of the all-gather sums them, and down to the parameters,
+whose layouts declare it.
 """
 
 from torch import Tensor, nn

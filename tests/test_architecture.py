@@ -56,6 +56,7 @@ SHARED = (
     # the settings of each kind of mixer are written in these, so a new kind is one more
     "models/settings/declarations.py",
     "models/settings/cost_model.py",
+    "models/initializers.py",
     # and the mixers in these
     "models/mixer.py",
     "models/forward_context.py",

@@ -18,7 +18,7 @@ Dtype = Literal["compute", "float32", "int64", "bool"]
 """compute: training.compute_dtype, the dtype of matmuls and activations."""
 
 Layer = Literal[
-    "column", "low_rank_column", "row", "output", "replicated", "rms_norm", "head_norm", "split_norm", "embedding", "head"
+    "column", "low_rank_column", "row", "output", "replicated", "whole", "rms_norm", "head_norm", "split_norm", "embedding", "head"
 ]
 """The module that a parameter is the weight of.
 
@@ -26,7 +26,8 @@ Layer = Literal[
 - low_rank_column: a column projection of an input whose gradient is all-reduced elsewhere.
 - row: a projection of split features whose result is all-reduced over the group.
 - output: a row projection whose result is added to the residual stream.
-- replicated: a projection of the mixer's input that every rank computes completely.
+- replicated: a projection of the mixer's input that every rank computes completely, and reads for its own heads.
+- whole: a projection that every rank computes completely, and whose output no rank reads a part of.
 - rms_norm: RMSNorm over d_model.
 - head_norm: RMSNorm over each head, with one weight for all heads.
 - split_norm: RMSNorm over features that are split over the tensor group, or over each of several groups of them.
@@ -135,6 +136,11 @@ def output(name: str, features: int, d_model: int) -> ParameterDeclaration:
 def replicated(name: str, d_model: int, features: int) -> ParameterDeclaration:
     """A projection of the mixer's input that every rank computes, because it is too narrow to split or shared by all heads."""
     return ParameterDeclaration(f"{name}.weight", (features, d_model), Projection(d_model), uses=1, layer="replicated")
+
+
+def whole(name: str, d_in: int, features: int, *, init: Initializer | None = None) -> ParameterDeclaration:
+    """A projection that every rank computes, and whose output all of them read alike, before tokens are mixed or heads split."""
+    return ParameterDeclaration(f"{name}.weight", (features, d_in), init or Projection(d_in), uses=1, layer="whole")
 
 
 def split(name: str, *shape: int, init: Initializer, decay: bool = False) -> ParameterDeclaration:

@@ -74,6 +74,7 @@ LEARNERS = {
     "gla": ({"heads": 2}, induction(16, 8)),
     "hgrn2": ({"heads": 2, "d_key": 16}, induction(16, 8)),
     "retnet": ({"d_key": 16}, induction(16, 8)),
+    "rwkv6": ({"d_key": 16, "d_value": 16}, induction(16, 8)),
     "rwkv7": ({"d_key": 16, "d_value": 16}, induction(16, 8)),
     "ttt": ({"heads": 2, "head_dim": 16}, induction(32, 16)),
     "rg_lru": ({"blocks": 4}, induction(32, 16)),

@@ -69,6 +69,14 @@ def test_rwkv7_sizes(name):
     assert name != "rwkv7-1.5b" or released == 1_527_404_544
 
 
+def test_rwkv6_size():
+    """Of RWKV-6 World 1.6B, whose 16 vectors in a layer are 12 here and two norms without their biases."""
+    L, D, hidden, mix, decay = 24, 2048, 7168, 32, 64
+    released = 2 * D * 65536 + 4 * D + L * D * (6 * D + 2 * hidden + 10 * mix + 2 * decay + 16)
+    assert round(released / 1e9, 2) == 1.60
+    assert parameter_count(model_of("rwkv6-1.6b")) == released - 2 * L * D - 3 * D
+
+
 @pytest.mark.parametrize("name", LONGHORN)
 def test_longhorn_sizes(name):
     millions, distance = LONGHORN[name]

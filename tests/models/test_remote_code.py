@@ -28,6 +28,7 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "attention, biases and norms": ["attention"],
     "attention, gated, partly rotated by yarn": ["attention"],
     "bmojo, sliding": ["bmojo"],
+    "channel mixing with a gate": ["channel_mix"],
     "gla, without a gate": ["gla"],
     "gsa, converted": ["gsa"],
     "lattice, all options": ["lattice"],
@@ -74,6 +75,7 @@ SETTINGS = {
         "mamba": {"selective": ()}, "gsa": {"gate": "abc"}, "hgrn2": {"bounds": "learned", "scale_queries": True},
     },
     "value residual": {"first": {"kind": "rwkv7", "value_residual": "first"}, "rwkv7": {"value_residual": "later"}},
+    "channel mixing with a gate": {"receptance": True},
 }  # fmt: skip
 VOCAB = 61
 

@@ -14,13 +14,13 @@ _DISTRIBUTION = "fla-core"
 
 
 @cache
-def naive(operation: str) -> ModuleType:
-    """The module fla/ops/OPERATION/naive.py, for example naive("gla").naive_recurrent_gla.
+def naive(operation: str, file: str = "naive") -> ModuleType:
+    """The module fla/ops/OPERATION/FILE.py, for example naive("gla").naive_recurrent_gla.
 
     Raises:
         RuntimeError: the distribution is not installed or has no such file.
     """
-    wanted = f"fla/ops/{operation}/naive.py"
+    wanted = f"fla/ops/{operation}/{file}.py"
     try:
         files = distribution(_DISTRIBUTION).files or []
     except PackageNotFoundError:

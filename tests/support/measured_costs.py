@@ -47,6 +47,7 @@ VARIANTS = {
     "retnet, relu": ("retnet", {"feature_map": "relu"}),
     "gla, no gate": ("gla", {"feature_map": "relu", "output_gate": False}),
     "retnet, no gate": ("retnet", {"output_gate": False}),
+    "channel_mix, gated": ("channel_mix", {"receptance": True}),
     "ttt, mlp": ("ttt", {"model": "mlp"}),
     "hgrn2 without a bound": ("hgrn2", {"lower_bound": 0.0}),
     "hgrn2, learned bounds": ("hgrn2", {"bounds": "learned", "scale_queries": True}),

@@ -29,7 +29,7 @@ OTHER_SIZES = (
     ({"tensor": 4}, ("hybrid", "retnet")),
     ({"pipeline": 3, "data": 2}, ("hybrid",)),
     ({"data": 4}, ("mamba",)),
-    ({"tensor": 2, "context": 2}, ("qwen", "falcon", "added", "groups", "ablated", "rwkv", "baselines")),
+    ({"tensor": 2, "context": 2}, ("qwen", "falcon", "added", "groups", "ablated", "rwkv", "finch", "baselines")),
 )
 
 

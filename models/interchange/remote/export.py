@@ -17,7 +17,7 @@ FILES = (
     "rwkv_baton.py", "state_spaces_baton.py",
 )  # fmt: skip
 AUTO = {"AutoConfig": "configuration_baton.BatonConfig", "AutoModelForCausalLM": f"modeling_baton.{ARCHITECTURE}"}
-MATRICES = ("column", "low_rank_column", "row", "output", "replicated")
+MATRICES = ("column", "low_rank_column", "row", "output", "replicated", "whole")
 """Layers whose weights are cast to the compute dtype; every other parameter of a mixer is used in float32."""
 
 PACKAGE = "baton.models.interchange.remote."

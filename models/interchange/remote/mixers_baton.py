@@ -32,7 +32,7 @@ from baton.models.interchange.remote.layers_baton import (
 )
 from baton.models.interchange.remote.layers_baton import part_of as _of
 from baton.models.interchange.remote.recurrences_baton import run
-from baton.models.interchange.remote.rwkv_baton import channel_mix, rwkv7
+from baton.models.interchange.remote.rwkv_baton import channel_mix, rwkv6, rwkv7
 from baton.models.interchange.remote.state_spaces_baton import longhorn, mamba, mamba2, rg_lru, s4d
 
 # ---------------------------------------------------------------------------------------------------------------- linear attention
@@ -345,6 +345,7 @@ MIXERS: dict[str, Callable[..., Result]] = {
     "mamba2": mamba2,
     "retnet": retnet,
     "rg_lru": rg_lru,
+    "rwkv6": rwkv6,
     "rwkv7": rwkv7,
     "s4d": s4d,
     "swiglu": swiglu,

@@ -22,6 +22,7 @@ from baton.kernels.rg_lru.reference import rg_lru_reference
 from baton.kernels.s4d.reference import s4d_reference
 from baton.kernels.selective_scan.reference import selective_scan_reference
 from baton.kernels.ttt.reference import ttt_reference
+from baton.kernels.wkv6.reference import wkv6_reference
 
 
 def lattice_loop(*inputs: Tensor, variant: Any, project: bool, **others: Any) -> tuple[Tensor, Tensor]:
@@ -40,6 +41,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "s4d": s4d_reference,
     "selective_scan": selective_scan_reference,
     "ttt": ttt_reference,
+    "wkv6": wkv6_reference,
 }
 
 

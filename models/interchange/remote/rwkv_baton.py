@@ -1,4 +1,4 @@
-"""RWKV-7's time mixing and channel mixing in plain PyTorch; arguments and dtypes as in mixers_baton.
+"""RWKV-6's and RWKV-7's time mixing and channel mixing in plain PyTorch; arguments and dtypes as in mixers_baton.
 
 Shapes: B batch, T tokens, H heads, K width of a head's keys, V of its values.
 """
@@ -22,6 +22,23 @@ from baton.models.interchange.remote.layers_baton import (
     unit,
 )
 from baton.models.interchange.remote.recurrences_baton import run
+
+
+def rwkv6(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    delta, tail = _difference(x, pos, state)
+    code = torch.tanh(linear(_mixed(x, delta, p["shift_mix.x"]), p["mix_code_proj.weight"]))
+    rows = {}
+    for name, part in zip("rwkvg", code.split(c["mix_low_rank_dim"], dim=-1), strict=True):
+        mix = (precise(linear(part, p[f"mix_{name}_proj.weight"])) + p[f"shift_mix.{name}"]).to(x.dtype)
+        rows[name] = _mixed(x, delta, mix)
+    r, k, v, gate = (linear(rows[name[0]], p[f"{name}_proj.weight"]) for name in ("r", "k", "v", "gate"))
+    code = torch.tanh(linear(rows["w"], p["decay_code_proj.weight"]))
+    g = -torch.exp((precise(linear(code, p["decay_proj.weight"])) + p["decay_bias"]).clamp(max=5.0))
+    r, k, g = (heads(precise(y), c["d_key"]) for y in (r, k, g))
+    inputs = r, k, heads(precise(v), c["d_value"]), g, heads(p["bonus"], c["d_key"])
+    o, S = run("wkv6", *inputs, pos=pos, initial_state=part_of(state, "S"))
+    o = F.layer_norm(o, (c["d_value"],), eps=c["d_value"] * eps).flatten(2) * p["norm_weight"] + p["norm_bias"]
+    return linear((o * F.silu(precise(gate))).to(x.dtype), p["out_proj.weight"]), {"shift": tail, "S": S}
 
 
 def rwkv7(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
@@ -55,7 +72,11 @@ def rwkv7(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | Non
 def channel_mix(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
     delta, tail = _difference(x, pos, state)
     hidden = F.relu(linear(_mixed(x, delta, p["shift_mix.k"]), p["in_proj.weight"]))
-    return linear(hidden.square(), p["out_proj.weight"]), {"shift": tail}
+    y = linear(hidden.square(), p["out_proj.weight"])
+    if c["receptance"]:
+        receptance = linear(_mixed(x, delta, p["shift_mix.r"]), p["receptance_proj.weight"])
+        y = (precise(y) * torch.sigmoid(precise(receptance))).to(y.dtype)
+    return y, {"shift": tail}
 
 
 def _difference(x: Tensor, pos: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
