@@ -9,7 +9,7 @@ lengths up to four times as long, about packages that were not learnt, and draws
 docs/needles-transformer.png. The gate asks that each model finds most needles in texts as long as those that it has seen: without
 that a map of longer ones says nothing. (A Mamba of eight layers of 256 channels found none after 1800 steps.)
 
-    python benchmarks/needles.py [--steps 2500] [--folder FOLDER] [--cpu | --tiny]
+    python benchmarks/needles.py [--steps 3000] [--folder FOLDER] [--cpu | --tiny]
 
 --cpu: 128 channels and documents of up to 256 tokens, to see on two cores in an hour that the documents teach it; --tiny: two
 steps, to see that the program runs. Neither writes results.
@@ -67,7 +67,7 @@ class Size:
     layers: dict[str, int]
 
 
-GPU = Size(2500, 512, 64, 256, 120_000, 60_000_000, 4096, "128,256,512,1024,2048", 16, {"gated_delta_net": 6, "transformer": 6})
+GPU = Size(3000, 512, 64, 256, 120_000, 60_000_000, 4096, "128,256,512,1024,2048", 16, {"gated_delta_net": 6, "transformer": 6})
 CPU = Size(1500, 256, 16, 128, 40_000, 20_000_000, 1024, "64,128,256", 16, {"gated_delta_net": 2, "transformer": 2})
 TINY = Size(2, 160, 4, 64, 200, 200_000, 1024, "128,256", 2, {"gated_delta_net": 1, "transformer": 1})
 

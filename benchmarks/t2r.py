@@ -1,12 +1,13 @@
 """A Transformer finetuned into recurrent models (T2R), in small: as good as from scratch, with a fifth of the tokens?
 
-A Transformer++ learns the source of Python's standard library. Its weights begin a GSA, a GLA, a RetNet and a Gated DeltaNet
-(`baton export`, `baton import --to`), which learn on for a fifth of the tokens that each of these models gets from scratch; GSA
-also with the activations of queries, keys and values that it has from scratch. All schedules end at the same learning rate, and
-validation losses are of the same held-out files. The gate asks that the Transformer itself ends below every model from scratch or
-within 2 % of it: a conversion cannot be better than what it begins with. The losses over tokens are drawn into docs/t2r.png.
+A Transformer++ learns the source of Python's standard library, with --packages also that of the installed packages. Its weights
+begin a GSA, a GLA, a RetNet and a Gated DeltaNet (`baton export`, `baton import --to`), which learn on for a fifth of the tokens
+that each of these models gets from scratch; GSA also with the activations of queries, keys and values that it has from scratch.
+All schedules end at the same learning rate, and validation losses are of the same held-out files. The gate asks that the
+Transformer itself ends below every model from scratch or within 2 % of it: a conversion cannot be better than what it begins with.
+The losses over tokens are drawn into docs/t2r.png.
 
-    python benchmarks/t2r.py [--steps 1500] [--together 3] [--only gsa,gla] [--folder FOLDER] [--tiny]
+    python benchmarks/t2r.py [--steps 800] [--packages] [--together 3] [--only gsa,gla] [--folder FOLDER] [--tiny]
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +65,14 @@ class Trainings:
     def __init__(self, folder: Path, arguments: argparse.Namespace) -> None:
         self.folder, self.steps, self.tiny = folder, arguments.steps, arguments.tiny
         self.tokens = 256 if arguments.tiny else 32768
-        self._text()
+        self._text(arguments.packages)
 
-    def _text(self) -> None:
+    def _text(self, packages: bool) -> None:
         shards = self.folder / "shards"
         words = [
             "data",
             "prepare",
+            *([sysconfig.get_paths()["purelib"]] if packages else []),
             sysconfig.get_paths()["stdlib"],
             "--out",
             str(shards),
@@ -78,8 +81,9 @@ class Trainings:
         ]
         for name in ("site-packages", "dist-packages", "test", "tests", "idle_test"):
             words += ["--exclude", name]
-        baton(*words, "--shard-bytes", "2000000", "--validation-fraction", "0.2" if self.tiny else "0.03")
-        train_tokenizer(documents(Dataset.open(shards), "train"), self.folder / "tokenizer.model", 400 if self.tiny else 4096)
+        baton(*words, "--shard-bytes", "2000000", "--validation-fraction", "0.2" if self.tiny else "0.01" if packages else "0.03")
+        some = islice(documents(Dataset.open(shards), "train"), 0, None, 10 if packages else 1)
+        train_tokenizer(some, self.folder / "tokenizer.model", 400 if self.tiny else 4096)
 
     def train(self, name: str, model: Any, steps: int, **training: Any) -> Path:
         """A run to its end; its folder. model: a group of settings, or a file of them."""
@@ -155,9 +159,10 @@ def draw(runs: dict[str, Path], out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=1500, help="of a model from scratch")
+    parser.add_argument("--steps", type=int, default=800, help="of a model from scratch")
     parser.add_argument("--together", type=int, default=3, help="trainings at a time")
     parser.add_argument("--only", help=f"kinds, separated by commas, of {', '.join(SCRATCH)} (default: all)")
+    parser.add_argument("--packages", action="store_true", help="a larger text: also the source of the installed packages")
     parser.add_argument("--folder", type=Path, help="keeps data and runs (default: a temporary one)")
     parser.add_argument("--tiny", action="store_true", help="try the program on sizes that mean nothing; writes no results")
     arguments = parser.parse_args()
