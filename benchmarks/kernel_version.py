@@ -32,7 +32,7 @@ OPS = {
     "delta-net": ("delta_rule", "short_conv"),
     "gated-delta-net": ("delta_rule", "short_conv"),
     "kda": ("channel_delta_rule", "delta_rule", "gated_linear_attention", "short_conv"),
-    "rwkv7": ("generalized_delta_rule", "short_conv"),
+    "rwkv7": ("generalized_delta_rule", "channel_delta_rule", "delta_rule", "gated_linear_attention", "short_conv"),
     "lattice": ("lattice", "short_conv"),
     "bmojo": ("eidetic_attention", "window_attention", "selective_scan", *SCAN),
     "transformer": ("window_attention",),

@@ -182,7 +182,8 @@ def run(case: Case, inputs: dict[str, Tensor], pos: Tensor | None = None, define
         return list(lattice(**given, variant=variant, project=project, pos=pos, initial_state=first))
     if case.kind == "rwkv7":
         generalized = generalized_delta_rule_reference if defined else generalized_delta_rule
-        return list(generalized(**given, scale=scale, pos=pos, initial_state=first))
+        bound = {} if defined else {"lower_bound": -0.606531}
+        return list(generalized(**given, **bound, scale=scale, pos=pos, initial_state=first))
     rule = delta_rule_reference if defined else delta_rule
     return list(rule(**{"g": None, **given}, scale=scale, pos=pos, initial_state=first))
 

@@ -3,11 +3,11 @@ and of gated linear attention.
 
 Shape suffixes as in `gated_linear_attention.triton_kernels`: X is d_key, Y d_value.
 
-With u, the values that tokens write, the rule is gated linear attention: its kernels compute the output, and the products of keys
-with keys from which the WY representation is made (Kimi Team 2025, "Kimi Linear", section 3). A token reads the state twice, with
-its query for the output and with its key for what it replaces. So the gradients along x are those of gated linear attention with
-two query heads per head: q with dy, and k with -beta dr, where dr is the gradient of u / beta (see
-`delta_rule.wy_backward_kernels`). They include those of the log-decays.
+With u, the values that tokens write, the rule is gated linear attention: its kernels compute the output, and the products from
+which the WY representation is made (Kimi Team 2025, "Kimi Linear", section 3). A token reads the state twice, with its query for
+the output and with a for what it replaces, which is its key (or not: `generalized_delta_rule.chunk_launch`). So the gradients along
+x are those of gated linear attention with two query heads per head: q with dy, and a with -beta dr, where dr is the gradient of
+u / beta (see `delta_rule.wy_backward_kernels`). They include those of the log-decays.
 
 The walks over chunks read keys and queries with their decays to or from the chunk's ends, in which documents' starts are zeros
 (`channel_prepare_kernel`). Of decays they know one number per channel and chunk.
@@ -43,11 +43,11 @@ from baton.kernels.gated_linear_attention.triton_common import (
 
 @triton.jit
 def channel_prepare_kernel(
-    q, k, g, pos, sums, read_q, read_k, written, whole, T, scale,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, g_batch, g_row, g_head,
+    q, a, k, g, pos, sums, read_q, read_a, written, whole, T, scale,
+    q_batch, q_row, q_head, a_batch, a_row, a_head, k_batch, k_row, k_head, g_batch, g_row, g_head,
     X: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
-    """Gates' sums from each chunk's begin; what of q, with the scale, and of k is read of the state that enters a chunk; what of k
+    """Gates' sums from each chunk's begin; what of q, with the scale, and of a is read of the state that enters a chunk; what of k
     reaches the chunk's end, all [B, T, H, X]; and what is left behind a chunk of what entered, [B, H, N, X]."""
     n, bh = tl.program_id(0), tl.program_id(2)
     b, h = (bh // H).to(tl.int64), bh % H
@@ -60,8 +60,9 @@ def channel_prepare_kernel(
     since = decay_from_start(summed, at, C, HAS_POS)
     q_x = load_tokens(q + b * q_batch + h * q_head, t, q_row, x, T, X)
     store_tokens(read_q + to, t, H * X, x, T, X, q_x.to(tl.float32) * since * scale)
+    a_x = load_tokens(a + b * a_batch + h * a_head, t, a_row, x, T, X)
+    store_tokens(read_a + to, t, H * X, x, T, X, a_x.to(tl.float32) * since)
     k_x = load_tokens(k + b * k_batch + h * k_head, t, k_row, x, T, X).to(tl.float32)
-    store_tokens(read_k + to, t, H * X, x, T, X, k_x * since)
     total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], summed, 0.0), 0)
     at_last = last_token(at, C)
     store_tokens(written + to, t, H * X, x, T, X, k_x * decay_to_end(summed, total[None, :], at_last, C, HAS_POS))
@@ -74,7 +75,7 @@ def channel_inverse_kernel(
     beta, out, T, chunks, beta_batch, beta_row: tl.constexpr, beta_head,
     H: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(I + A)^-1 of each chunk in the place of what key i reads of key j, float32 [B, H, N, C, C]; of DOT_DTYPE two planes, as
+    """(I + A)^-1 of each chunk in the place of what a_i reads of key j, float32 [B, H, N, C, C]; of DOT_DTYPE two planes, as
     `delta_rule.wy_forward_kernels.wy_inverse_kernel` leaves it. As there, blocks of 16 tokens are inverted row by row, and the
     others follow by columns."""
     n, bh = tl.program_id(0), tl.program_id(1)
@@ -125,7 +126,7 @@ def channel_inverse_kernel(
 
 @triton.jit
 def channel_u_kernel(
-    read_k, written, whole, v, beta, inverse, first, u, states, last, T, chunks, piece,
+    read_a, written, whole, v, beta, inverse, first, u, states, last, T, chunks, piece,
     v_batch, v_row: tl.constexpr, v_head, beta_batch, beta_row: tl.constexpr, beta_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, HAS_FIRST: tl.constexpr,
     KEEP: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
@@ -140,7 +141,7 @@ def channel_u_kernel(
     square = i[:, None] * C + i[None, :]
     head = (b * H + h) * (X * Y)
     of_piece = (b * H + h) * tl.num_programs(2) + p
-    read_k += (b * T * H + h) * X
+    read_a += (b * T * H + h) * X
     written += (b * T * H + h) * X
     whole += (b * H + h) * chunks * X
     v += b * v_batch + h * v_head
@@ -155,13 +156,13 @@ def channel_u_kernel(
     for step in range(p * piece, tl.minimum(chunks, (p + 1) * piece)):
         n = tl.cast(step, tl.int64)
         begin, left = n * C, T - step * C
-        k_x = load_tokens(read_k + begin * (H * X), i, H * X, x, left, X)
+        a_x = load_tokens(read_a + begin * (H * X), i, H * X, x, left, X)
         v_t = load_tokens(v + begin * v_row, i, v_row, y, left, Y).to(tl.float32)
         beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
         low = round_operand(S, DOT_DTYPE)
         if KEEP:
             tl.store(states + n * (X * Y) + where, low.to(states.dtype.element_ty), mask=inside)
-        missed = v_t - dot(k_x, low, DOT_DTYPE)
+        missed = v_t - dot(a_x, low, DOT_DTYPE)
         u_t = apply_inverse(inverse + n * PLANES * (C * C), square, beta_t[:, None] * missed, False, DOT_DTYPE, C)
         S *= tl.load(whole + n * X + x, mask=x < X, other=0.0)[:, None]
         S += dot(tl.trans(load_tokens(written + begin * (H * X), i, H * X, x, left, X)), u_t, DOT_DTYPE)
@@ -176,7 +177,7 @@ def channel_u_kernel(
 
 @triton.jit
 def channel_u_backward_kernel(
-    read_q, read_k, written, whole, beta, dy, scores, inverse, arriving, dr, cotangents, dfirst, T, chunks, piece, scale,
+    read_q, read_a, written, whole, beta, dy, scores, inverse, arriving, dr, cotangents, dfirst, T, chunks, piece, scale,
     beta_batch, beta_row: tl.constexpr, beta_head, dy_batch, dy_row: tl.constexpr, dy_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, KEEP: tl.constexpr,
     DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
@@ -193,7 +194,7 @@ def channel_u_backward_kernel(
     of_piece = (b * H + h) * tl.num_programs(2) + p
     along_x = (b * T * H + h) * X
     read_q += along_x
-    read_k += along_x
+    read_a += along_x
     written += along_x
     whole += (b * H + h) * chunks * X
     beta += b * beta_batch + h * beta_head
@@ -218,8 +219,8 @@ def channel_u_backward_kernel(
         dr_t = apply_inverse(inverse + n * PLANES * (C * C), square, du, True, DOT_DTYPE, C)
         dS *= tl.load(whole + n * X + x, mask=x < X, other=0.0)[:, None]
         dS += dot(tl.trans(load_tokens(read_q + begin * (H * X), i, H * X, x, left, X)), dy_t, DOT_DTYPE)
-        k_x = load_tokens(read_k + begin * (H * X), i, H * X, x, left, X)
-        dS -= dot(tl.trans(k_x), beta_t[:, None] * dr_t, DOT_DTYPE)
+        a_x = load_tokens(read_a + begin * (H * X), i, H * X, x, left, X)
+        dS -= dot(tl.trans(a_x), beta_t[:, None] * dr_t, DOT_DTYPE)
         if KEEP:
             store_tokens(dr + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, dr_t)
     if KEEP:
@@ -243,14 +244,14 @@ def channel_pairs_kernel(
     dy += b * dy_batch + h * dy_head + begin * dy_row
     beta_t = tl.load(beta + b * beta_batch + h * beta_head + (begin + i) * beta_row, mask=i < left, other=0.0).to(tl.float32)
     over_q = tl.zeros([C, C], tl.float32)
-    over_k = tl.zeros([C, C], tl.float32)
+    over_a = tl.zeros([C, C], tl.float32)
     for y0 in range(0, Y, BY):
         y = y0 + tl.arange(0, BY)
         u_y = load_tokens(u + of_rows * Y, i, H * Y, y, left, Y)
         dr_y = load_tokens(dr + of_rows * Y, i, H * Y, y, left, Y)
         dy_y = load_tokens(dy, i, dy_row, y, left, Y)
         over_q += dot(dy_y, tl.trans(u_y), DOT_DTYPE)
-        over_k += dot(dr_y, tl.trans(u_y), DOT_DTYPE)
+        over_a += dot(dr_y, tl.trans(u_y), DOT_DTYPE)
         grad_v = beta_t[:, None] * dr_y.to(tl.float32)
         store_tokens(dv + of_rows * Y, i, H * Y, y, left, Y, grad_v)
         to = ry + of_rows * (2 * Y)
@@ -261,15 +262,15 @@ def channel_pairs_kernel(
     seen = causal_mask(load_positions(pos + b * T + begin, i, left, HAS_POS), C, HAS_POS)
     tl.store(to, tl.where(seen, over_q * scale, 0.0).to(pairs.dtype.element_ty))
     before = seen & (i[:, None] > i[None, :])
-    tl.store(to + chunks * (C * C), tl.where(before, -beta_t[:, None] * over_k, 0.0).to(pairs.dtype.element_ty))
+    tl.store(to + chunks * (C * C), tl.where(before, -beta_t[:, None] * over_a, 0.0).to(pairs.dtype.element_ty))
     # beta multiplies what u / beta is; where there is no quotient, `channel_dbeta_zero_kernel` comes after this one
-    times_beta = tl.sum(tl.where(i[:, None] == i[None, :], over_k, 0.0), 1)
+    times_beta = tl.sum(tl.where(i[:, None] == i[None, :], over_a, 0.0), 1)
     tl.store(dbeta + of_rows + i * H, times_beta / tl.where(beta_t == 0.0, 1.0, beta_t), mask=i < left)
 
 
 @triton.jit
 def channel_dbeta_zero_kernel(
-    k, read_k, sums, v, beta, pos, u, dr, states, dbeta, T, chunks,
+    k, read_a, sums, v, beta, pos, u, dr, states, dbeta, T, chunks,
     k_batch, k_row, k_head, v_batch, v_row, v_head, beta_batch, beta_row, beta_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, DOT_DTYPE: tl.constexpr, LEVELS: tl.constexpr,
     C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
@@ -305,8 +306,8 @@ def channel_dbeta_zero_kernel(
             recalled = dot_tf32(found, load_tokens(u + of_rows * Y, i, H * Y, y, left, Y).to(tl.float32), DOT_DTYPE)
             for x0 in range(0, X, BX):
                 x = x0 + tl.arange(0, BX)
-                k_x = load_tokens(read_k + of_rows * X, i, H * X, x, left, X)
-                recalled += dot(k_x, load_state_block(states, x, y, X, Y), DOT_DTYPE)
+                a_x = load_tokens(read_a + of_rows * X, i, H * X, x, left, X)
+                recalled += dot(a_x, load_state_block(states, x, y, X, Y), DOT_DTYPE)
             missed = load_tokens(v, i, v_row, y, left, Y).to(tl.float32) - recalled
             dbeta_t += tl.sum(load_tokens(dr + of_rows * Y, i, H * Y, y, left, Y).to(tl.float32) * missed, 1)
         tl.store(dbeta + of_rows + i * H, dbeta_t, mask=nothing)

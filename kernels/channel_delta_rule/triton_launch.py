@@ -19,7 +19,11 @@ _kernels = LazyModule("baton.kernels.channel_delta_rule.triton_kernels")
 
 
 class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
-    """Launches of one call whose g is [batch, T, heads, d_key]."""
+    """Launches of one call whose g is [batch, T, heads, d_key].
+
+    a: what reads the state for the values that k replaces, of k's shape. None: k. Otherwise beta has to be 1 everywhere: its
+    gradient is not the right one where it is 0.
+    """
 
     def __init__(
         self,
@@ -31,22 +35,24 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         scale: float,
         pos: Tensor | None,
         config: LaunchConfig,
+        a: Tensor | None = None,
     ) -> None:
         assert g is not None
         given = QKV.of(q, k, v)
+        self.a, self.reads_with_k = given.k if a is None else launch_utils.contiguous_last_dim(a), a is None
         self.gla = launch = LinearAttentionLaunch("key", scale, pos, g, given, config, low=given.low)
         self.config = config if given.low else config.for_float32
         self.beta, self.scale = launch_utils.contiguous_last_dim(beta), scale
         (X, _), along = launch.sizes, (launch.batch, launch.length, launch.heads)
         # see `gated_linear_attention.triton_common`
         sums = launch.new(*along, X, dtype=torch.float32 if given.low else torch.float64)
-        read_q, self.read_k, written = (launch.new(*along, X, dtype=launch.kept) for _ in range(3))
+        read_q, self.read_a, written = (launch.new(*along, X, dtype=launch.kept) for _ in range(3))
         self.whole = launch.new(launch.batch, launch.heads, launch.chunks, X)
         assert launch.g is not None
         BX = launch.block(X, self.config.x_prepared)
         _kernels.channel_prepare_kernel[(launch.chunks, -(-X // BX), launch.batch * launch.heads)](
-            launch.given.q, launch.given.k, launch.g, launch.or_v(pos), sums, read_q, self.read_k, written, self.whole,
-            launch.length, scale, *launch_utils.strides(launch.given.q, launch.given.k, launch.g), X=X, H=launch.heads,
+            launch.given.q, self.a, launch.given.k, launch.g, launch.or_v(pos), sums, read_q, self.read_a, written, self.whole,
+            launch.length, scale, *launch_utils.strides(launch.given.q, self.a, launch.given.k, launch.g), X=X, H=launch.heads,
             HAS_POS=pos is not None, C=self.config.chunk, BX=BX, num_warps=4,
         )  # fmt: skip
         self.prepared = PreparedGates(sums, read_q, written, self.whole)
@@ -59,8 +65,7 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
     def compute_inverses(self) -> Tensor:
         """The chunks' inverses, see `triton_kernels.channel_inverse_kernel`."""
         launch, chunk = self.gla, self.config.chunk
-        k = launch.given.k
-        inverse = launch.launch_scores(k, k, self.prepared.sums, gated=True, dtype=torch.float32)
+        inverse = launch.launch_scores(self.a, launch.given.k, self.prepared.sums, gated=True, dtype=torch.float32)
         _kernels.channel_inverse_kernel[(launch.chunks, launch.batch * launch.heads)](
             self.beta, inverse, launch.length, launch.chunks, *launch_utils.strides(self.beta), H=launch.heads, C=chunk,
             num_warps=self.config.warps_inverse, **launch.low,
@@ -72,14 +77,14 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
     ) -> None:
         launch, v = self.gla, self.gla.given.v
         X, Y = launch.sizes
-        warps = self.warps_for(self.config.warps_walk, self.read_k, v)
+        warps = self.warps_for(self.config.warps_walk, self.read_a, v)
         options = self.chunk_loop_options(self.config.values, num_warps=warps)
         columns = Y if u is not None else Y + X
 
         def walk(blocks: Sizes) -> None:
             grid = (-(-columns // blocks["BY"]), launch.batch * launch.heads, -(-launch.chunks // piece))
             _kernels.channel_u_kernel[grid](
-                self.read_k, self.prepared.written, self.whole, v, self.beta, inverse, launch.or_v(first), launch.or_v(u),
+                self.read_a, self.prepared.written, self.whole, v, self.beta, inverse, launch.or_v(first), launch.or_v(u),
                 launch.or_v(states), last, launch.length, launch.chunks, piece, *launch_utils.strides(v, self.beta),
                 HAS_FIRST=first is not None, KEEP=u is not None, **{**options, **blocks},
             )  # fmt: skip
@@ -96,6 +101,12 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         return y, last, inverse
 
     def backward(self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
+        q, k, _ = self.gla.given
+        dq, da, dk, *others = self.gradients(first, inverse, dy, dlast)
+        return dq.to(q.dtype), (dk + da).to(k.dtype), *others
+
+    def gradients(self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q, a, k, v, beta, g and the entering state; those of q, a and k are not rounded to their dtypes."""
         launch = self.gla
         (q, k, v), rows, shape = launch.given, launch.batch * launch.heads, launch.given.v.shape
         (X, Y), sums, chunk = launch.sizes, self.prepared.sums, self.config.chunk
@@ -104,12 +115,12 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         dr, cotangents = launch.new(*shape, dtype=launch.kept), torch.empty_like(states)
 
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
-            warps = self.warps_for(self.config.warps_backward, self.read_k, dy)
+            warps = self.warps_for(self.config.warps_backward, self.read_a, dy)
             options = self.chunk_loop_options(self.config.values_backward, num_warps=warps, num_stages=self.config.stages_backward)
 
             def walk(blocks: Sizes) -> None:
                 _kernels.channel_u_backward_kernel[(-(-Y // blocks["BY"]), rows, pieces)](
-                    self.prepared.read, self.read_k, self.prepared.written, self.whole, self.beta, dy, scores, inverse,
+                    self.prepared.read, self.read_a, self.prepared.written, self.whole, self.beta, dy, scores, inverse,
                     launch.or_v(arriving), dr, cotangents, dfirst, launch.length, launch.chunks, -(-launch.chunks // pieces),
                     self.scale, *launch_utils.strides(self.beta, dy), KEEP=arriving is not None, **{**options, **blocks},
                 )  # fmt: skip
@@ -131,13 +142,14 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
             *launch_utils.strides(dy, self.beta), Y=Y, H=launch.heads, HAS_POS=launch.pos is not None, C=chunk,
             BY=launch.block(Y, self.config.y_chunk), num_warps=self.config.warps, num_stages=self.config.stages, **launch.low,
         )  # fmt: skip
-        _kernels.channel_dbeta_zero_kernel[(launch.chunks, rows)](
-            k, self.read_k, sums, v, self.beta, launch.or_v(launch.pos), u, dr, states, dbeta, launch.length, launch.chunks,
-            *launch_utils.strides(k, v, self.beta), X=X, Y=Y, H=launch.heads, HAS_POS=launch.pos is not None,
-            LEVELS=chunk.bit_length() - 1, C=chunk, BX=16, BY=launch.block(Y, SMALL), num_warps=4, **launch.low,
-        )  # fmt: skip
-        # per head two that read, q and k; their scale is in ry
-        readers = torch.stack((q, k), dim=3).flatten(2, 3)
+        if self.reads_with_k:
+            _kernels.channel_dbeta_zero_kernel[(launch.chunks, rows)](
+                k, self.read_a, sums, v, self.beta, launch.or_v(launch.pos), u, dr, states, dbeta, launch.length, launch.chunks,
+                *launch_utils.strides(k, v, self.beta), X=X, Y=Y, H=launch.heads, HAS_POS=launch.pos is not None,
+                LEVELS=chunk.bit_length() - 1, C=chunk, BX=16, BY=launch.block(Y, SMALL), num_warps=4, **launch.low,
+            )  # fmt: skip
+        # per head two that read, q and a; their scale is in ry
+        readers = torch.stack((q, self.a), dim=3).flatten(2, 3)
         config = replace(self.config, stages=1)  # two heads' products leave no registers for loads ahead
         both = LinearAttentionLaunch("key", 1.0, launch.pos, launch.g, QKV(readers, k, v), config, low=launch.given.low)
         of_readers, of_k, dg = both.launch_chunk_dqk(
@@ -145,5 +157,6 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         )
         assert of_readers is not None
         assert of_k is not None
-        dq, read_by_k = of_readers.unflatten(2, (-1, 2)).unbind(3)
-        return dq.to(q.dtype), (of_k + read_by_k).to(k.dtype), dv, dbeta, dg, dfirst
+        assert dg is not None
+        dq, da = of_readers.unflatten(2, (-1, 2)).unbind(3)
+        return dq, da, of_k, dv, dbeta, dg, dfirst

@@ -84,7 +84,7 @@ def delta_rule_triton(
 ) -> tuple[Tensor, Tensor]:
     """As `op.delta_rule`, which checks the arguments. Matmuls are computed in bfloat16 if q, k and v are 16-bit, except the
     inverse's."""
-    config = config or _launch_config_for(k, v, g)
+    config = config or launch_config_for(k, v, g)
     y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch_utils.int32_positions(pos), config)
     return y, leaving
 
@@ -93,18 +93,8 @@ def delta_rule_transition_triton(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, *, pos: Tensor | None, config: LaunchConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `chunked.delta_rule_transition`, for arguments that `delta_rule_triton` accepts."""
-    config = config or _launch_config_for(k, v, g)
-    launch = _launch_class(g)(k, k, v, beta, g, 1.0, launch_utils.int32_positions(pos), config)
-    X, Y = launch.gla.sizes
-    transitions = launch.transitions(
-        launch.compute_inverses(), launch.chunks_per_piece(-(-(Y + X) // launch.chunk_loop_options(launch.config.values)["BY"]))
-    )
-    total, *others = transitions.unbind(2)
-    for transition in others:
-        total = transition[..., Y:] @ total
-        total[..., :Y] += transition[..., :Y]
-    add, M = total.split((Y, X), dim=3)
-    return M.contiguous(), add.contiguous()
+    config = config or launch_config_for(k, v, g)
+    return _launch_class(g)(k, k, v, beta, g, 1.0, launch_utils.int32_positions(pos), config).whole_transition()
 
 
 def gate_of(g: Tensor | None) -> Gate:
@@ -121,7 +111,7 @@ def shape_of(gate: Gate, d_key: int, d_value: int) -> launch_configs.Shape:
     }
 
 
-def _launch_config_for(k: Tensor, v: Tensor, g: Tensor | None) -> LaunchConfig:
+def launch_config_for(k: Tensor, v: Tensor, g: Tensor | None) -> LaunchConfig:
     batch, length, heads, d_value = v.shape
     sizes = {"batch": batch, "tokens": length, "heads": heads, "d_key": k.shape[3], "d_value": d_value}
     return launch_configs.choose(KERNEL, _DEFAULT, v.device, shape_of(gate_of(g), k.shape[3], d_value), sizes)
@@ -220,6 +210,17 @@ class DeltaRuleLaunch:
         transitions = launch.new(launch.batch, launch.heads, -(-launch.chunks // piece), X, Y + X)
         self.launch_u(inverse, piece, None, None, None, transitions)
         return transitions
+
+    def whole_transition(self) -> tuple[Tensor, Tensor]:
+        """The transition of all tokens, S -> M S + add: M [B, H, d_key, d_key] and add."""
+        X, Y = self.gla.sizes
+        blocks = -(-(Y + X) // self.chunk_loop_options(self.config.values)["BY"])
+        total, *others = self.transitions(self.compute_inverses(), self.chunks_per_piece(blocks)).unbind(2)
+        for transition in others:
+            total = transition[..., Y:] @ total
+            total[..., :Y] += transition[..., :Y]
+        add, M = total.split((Y, X), dim=3)
+        return M.contiguous(), add.contiguous()
 
     def fold_pieces(self, transitions: Tensor, adds: Tensor, first: Tensor | None, *, backwards: bool) -> Tensor:
         """The entering state of each piece, [B, H, P, d_key, d_value]; backward: the gradient of each piece's final state."""

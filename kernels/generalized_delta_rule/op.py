@@ -8,6 +8,7 @@ callers bound them, as RWKV-7 does with a = -k / |k| and b = -alpha a, alpha at 
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.generalized_delta_rule.chunk_launch import generalized_delta_rule_chunks_triton, in_chunks
 from baton.kernels.generalized_delta_rule.chunked import generalized_delta_rule_chunked
 from baton.kernels.generalized_delta_rule.triton_launch import generalized_delta_rule_triton, use_triton
 
@@ -25,6 +26,7 @@ def generalized_delta_rule(
     scale: float = 1.0,
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence of RWKV-7 over a piece of a sequence, whose transition is diagonal plus low rank (DPLR). Per head:
 
@@ -46,9 +48,11 @@ def generalized_delta_rule(
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the state that arrives, [batch, heads, d_key, d_value], float32 (float64 for float64 inputs). None: zero.
+        lower_bound: what no g is below, for RWKV-7 -exp(-1/2); not checked. None: not known. On a GPU, a bound of -4 or more has
+            the sequence computed in chunks of tokens, many times as fast as token by token.
 
-    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on a GPU
-    by Triton kernels that go token by token.
+    Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, but for
+    matmuls in chunks, which take bfloat16 if r, k and v are 16-bit.
 
     Returns:
         o, [batch, T, heads, d_value] in r's dtype, and the state that leaves, [batch, heads, d_key, d_value], float32 or float64.
@@ -74,5 +78,7 @@ def generalized_delta_rule(
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
     if use_triton(k, dtype):
+        if in_chunks(lower_bound):
+            return generalized_delta_rule_chunks_triton(r, k, v, a, b, g, scale=scale, pos=pos, initial_state=initial_state)
         return generalized_delta_rule_triton(r, k, v, a, b, g, scale=scale, pos=pos, initial_state=initial_state)
     return generalized_delta_rule_chunked(r, k, v, a, b, g, scale=scale, pos=pos, initial_state=initial_state)

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_log_gates, randn
+from baton.kernels.generalized_delta_rule.chunk_launch import generalized_delta_rule_transition_triton, in_chunks
 from baton.kernels.generalized_delta_rule.chunked import generalized_delta_rule_transition
 from baton.kernels.generalized_delta_rule.op import generalized_delta_rule
 from baton.kernels.generalized_delta_rule.reference import generalized_delta_rule_reference
+from baton.kernels.generalized_delta_rule.triton_launch import use_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, MatrixAffine, State, StateSpec, StateTransition
 
 
@@ -19,10 +22,11 @@ from baton.kernels.protocol import Inputs, LinearRecurrence, MatrixAffine, State
 class GeneralizedDeltaRule(LinearRecurrence):
     """Inputs r, k, v, a, b, g along time; State {S [batch, heads, d_key, d_value]}. See `op.generalized_delta_rule`.
 
-    scale: of the output.
+    scale: of the output. lower_bound: of g, if one is known.
     """
 
     scale: float = 1.0
+    lower_bound: float | None = None
     name = "generalized_delta_rule"
     input_names = ("r", "k", "v", "a", "b", "g")
     num_time_inputs = 6
@@ -33,7 +37,7 @@ class GeneralizedDeltaRule(LinearRecurrence):
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         initial_state = None if state is None else state["S"]
-        o, S = generalized_delta_rule(*inputs, scale=self.scale, pos=pos, initial_state=initial_state)
+        o, S = generalized_delta_rule(*inputs, scale=self.scale, pos=pos, initial_state=initial_state, lower_bound=self.lower_bound)
         return o, {"S": S}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
@@ -43,7 +47,7 @@ class GeneralizedDeltaRule(LinearRecurrence):
 
     def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """The product of all Diag(exp(g)) + b a^T, the last one leftmost, [batch, heads, d_key, d_key]."""
-        return {"S": generalized_delta_rule_transition(*inputs[1:], pos=pos)[0]}
+        return {"S": self._transition(inputs, pos)[0]}
 
     def state_transition(self, transition: State, add: State) -> StateTransition:
         return MatrixAffine(transition, add)
@@ -53,8 +57,14 @@ class GeneralizedDeltaRule(LinearRecurrence):
 
     def begin(self, inputs: Inputs, pos: Tensor | None) -> tuple[State, StateTransition]:
         """One pass that reads nothing for both parts: the transition and what is added share everything but their columns."""
-        matrix, add = generalized_delta_rule_transition(*inputs[1:], pos=pos)
+        matrix, add = self._transition(inputs, pos)
         return {"S": matrix}, self.state_transition({"S": matrix}, {"S": add})
+
+    def _transition(self, inputs: Inputs, pos: Tensor | None) -> tuple[Tensor, Tensor]:
+        by_kernels = use_triton(inputs[1], state_dtype(*inputs)) and in_chunks(self.lower_bound)
+        implementation = generalized_delta_rule_transition_triton if by_kernels else generalized_delta_rule_transition
+        with torch.no_grad(), without_autocast(inputs[1]):
+            return implementation(*inputs[1:], pos=pos)
 
     def example(self, generator: torch.Generator, batch: int, length: int, dtype: torch.dtype, wide: bool) -> tuple[Inputs, State]:
         """a of length 1 and b of at most its length, not parallel to it, some tokens' equal to those before and some 0."""

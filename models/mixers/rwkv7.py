@@ -89,7 +89,7 @@ class RWKV7(Mixer, settings=RWKV7Config):
         k_BTHK = heads((k_BTD * torch.addcmul(1 - self.k_a, a_BTD, self.k_a)).to(dtype))
         inputs = r_BTHK, k_BTHK, v_BTHV, c_BTHK, -(heads(a_BTD) * c_BTHK), heads(g_BTD)
         before = None if state is None else {"S": state["S"]}
-        o_BTHV, S = self.run_recurrence(GeneralizedDeltaRule(), inputs, pos_BT, before, forward_context)
+        o_BTHV, S = self.run_recurrence(GeneralizedDeltaRule(lower_bound=-_STRONGEST), inputs, pos_BT, before, forward_context)
         o_BTHV = F.layer_norm(o_BTHV.to(precise), (config.d_value,), eps=config.d_value * self.context.norm_eps)
         o_BTD = torch.addcmul(self.norm_bias, o_BTHV.flatten(2), self.norm_weight)
         bonus_BTHV = (r_BTHK * k_BTHK * self.r_k).sum(-1, keepdim=True) * v_BTHV

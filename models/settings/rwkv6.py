@@ -12,7 +12,6 @@ from baton.models.settings.cost_model import (
     SavedTensor,
     linear_attention_costs,
     linear_attention_flops,
-    saved_by_gate,
     saved_scores,
 )
 from baton.models.settings.declarations import (
@@ -105,9 +104,9 @@ class RWKV6Config(MixerConfig):
                 *saved_scores(heads, keys, keys, values),
                 SavedTensor("norm input and normalised", 2 * values, "float32"),
                 SavedTensor("norm mean and scale", 2 * heads, "float32"),
-                SavedTensor("gate", values, "compute"),
+                SavedTensor("gate", values, "compute", device="gpu"),
                 SavedTensor("normalised output", values, "float32"),
-                *saved_by_gate("gate", values),
+                SavedTensor("gate in float32, and activated", 2 * values, "float32", device="cpu"),
                 SavedTensor("out_proj input", values, "compute"),
             ),
             recurrences=(RecurrenceCosts("short_conv", (shift,), chunk=0), linear_attention_costs(S, per_key=True)),

@@ -6,7 +6,13 @@ from pydantic import Field
 
 from baton.models.initializers import Constant, Ramp, linear
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import GENERALIZED_DELTA_RULE_CHUNK, MixerCosts, RecurrenceCosts, SavedTensor
+from baton.models.settings.cost_model import (
+    DELTA_RULE_CHUNK,
+    GENERALIZED_DELTA_RULE_CHUNK,
+    MixerCosts,
+    RecurrenceCosts,
+    SavedTensor,
+)
 from baton.models.settings.declarations import (
     ParameterDeclaration,
     StateDeclaration,
@@ -142,6 +148,8 @@ class RWKV7Config(MixerConfig):
             SavedTensor("unit k", keys, "compute"),
             SavedTensor("b", keys, "float32"),
             SavedTensor("v", values, "compute"),
+            # of two tokens for each; stored as two bfloat16 numbers where products are computed in bfloat16
+            SavedTensor("chunks' triangular inverses", 2 * heads * DELTA_RULE_CHUNK, "float32", in_recurrence="kernel"),
             SavedTensor("norm input and normalised", 2 * values, "float32"),
             SavedTensor("norm mean and scale", 2 * heads, "float32"),
             SavedTensor("products of r and k", keys, "compute"),
@@ -164,11 +172,12 @@ class RWKV7Config(MixerConfig):
                     "generalized_delta_rule",
                     (S,),
                     chunk=chunk,
+                    recomputed_on_gpu=True,
                     transition=((heads, self.d_key, self.d_key),),
                 ),
             ),
-            # token by token: two sums over keys and two outer products, each of products and additions, and the decay
-            vector_flops=9 * heads * self.d_key * self.d_value,
+            # the delta rule's kernels, for which a token is two
+            matrix_flops=2 * heads * (2 * DELTA_RULE_CHUNK * (3 * self.d_key + 2 * self.d_value) + 6 * self.d_key * self.d_value),
         )
 
     @classmethod

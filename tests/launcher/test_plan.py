@@ -158,7 +158,6 @@ def test_chunks_and_buckets_are_the_kernels():
     from baton.kernels.gated_linear_attention.triton_launch import SCORES_SHARE
     from baton.kernels.gated_slot_attention import chunked as slot_attention
     from baton.kernels.generalized_delta_rule import chunked as generalized_delta_rule
-    from baton.kernels.generalized_delta_rule.triton_launch import LaunchConfig as GeneralizedLaunchConfig
     from baton.kernels.lattice import chunked as lattice
     from baton.kernels.lattice.triton_launch import LaunchConfig as LatticeLaunchConfig
     from baton.kernels.window_attention import chunked as window_attention
@@ -167,7 +166,6 @@ def test_chunks_and_buckets_are_the_kernels():
     assert cost_model.LINEAR_ATTENTION_CHUNK == linear_attention.CHUNK == slot_attention.CHUNK
     assert delta_rule.CHUNK == cost_model.DELTA_RULE_CHUNK
     assert generalized_delta_rule.CHUNK == cost_model.GENERALIZED_DELTA_RULE_CHUNK
-    assert GeneralizedLaunchConfig().checkpoint_interval == cost_model.GENERALIZED_DELTA_RULE_CHUNK
     assert GLALaunchConfig().chunk == cost_model.LINEAR_ATTENTION_CHUNK
     assert DeltaRuleLaunchConfig().chunk == cost_model.DELTA_RULE_CHUNK
     assert SCORES_SHARE == cost_model.SCORES_SHARE

@@ -276,6 +276,16 @@ def _matrix_kernels(arch):
     gate = {"GATE": CHANNEL.value, "READ": True, "WRITE": True, "PRECISE": False}
     name, *kernel, _ = of_channels("gradients", triton_kernels.gla_chunk_dqk_kernel, config.warps_gated, **sizes, **gate)
     yield name, *kernel, {**types, "out_w": "fp32"}
+    # RWKV-7's, where what reads for the values that are replaced is float32, and what reads at all with it
+    X = 64
+    config = launch_config_of(delta_rule, delta_rule.shape_of("key", X, X))
+    for name, kernel, of_reader, warps, own in (
+        ("prepare", channel.channel_prepare_kernel, "a", 4, {"BX": config.x_prepared, "num_stages": 1}),
+        ("scores", triton_kernels.gla_scores_kernel, "r", config.warps_scores, scores),
+        ("gradients", triton_kernels.gla_chunk_dqk_kernel, "rx", config.warps_gated, {**sizes, **gate}),
+    ):
+        _, *found, of = of_channels(name, kernel, warps, **own)
+        yield f"generalized delta rule in chunks, {name}", *found, {**of, of_reader: "fp32", "out_w": "fp32"}
 
 
 def _lattice_kernels():

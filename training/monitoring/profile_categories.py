@@ -58,9 +58,9 @@ RULES = (
             "lattice", "memory_copy", "topk_memory", "wy",
         ),
         functions=(
-            "_AsScanInputs", "_DeltaRule", "_DiagonalScan", "_Gathered", "_GeneralizedDeltaRule", "_Gla", "_Gsa", "_Joint",
-            "_Lattice", "_RecvState", "_RunChunked", "_Scan", "_SendState", "_SendStateFirst", "_QRChunk", "_Sequential",
-            "_TransitionScan", "_WithSinks",
+            "_AsScanInputs", "_DeltaRule", "_DiagonalScan", "_Gathered", "_GeneralizedDeltaRule", "_GeneralizedDeltaRuleChunks",
+            "_Gla", "_Gsa", "_Joint", "_Lattice", "_RecvState", "_RunChunked", "_Scan", "_SendState", "_SendStateFirst", "_QRChunk",
+            "_Sequential", "_TransitionScan", "_WithSinks",
         ),
         name=r"selective_scan|flash_|fmha|sdpa|attention",
         scope=r"^recurrence: |^aten::_?scaled_dot_product|^baton::innovation",
