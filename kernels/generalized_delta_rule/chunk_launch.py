@@ -23,7 +23,7 @@ STRONGEST = -4.0
 """Least log-decay: what exp(-g) of a reads may be 55 times as large as what a reads."""
 
 
-def in_chunks(lower_bound: float | None) -> bool:
+def decays_allow_chunks(lower_bound: float | None) -> bool:
     """Whether these kernels are for log-decays with this lower bound."""
     return lower_bound is not None and lower_bound >= STRONGEST
 

@@ -8,7 +8,7 @@ callers bound them, as RWKV-7 does with a = -k / |k| and b = -alpha a, alpha at 
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
-from baton.kernels.generalized_delta_rule.chunk_launch import generalized_delta_rule_chunks_triton, in_chunks
+from baton.kernels.generalized_delta_rule.chunk_launch import decays_allow_chunks, generalized_delta_rule_chunks_triton
 from baton.kernels.generalized_delta_rule.chunked import generalized_delta_rule_chunked
 from baton.kernels.generalized_delta_rule.triton_launch import generalized_delta_rule_triton, use_triton
 
@@ -78,7 +78,7 @@ def generalized_delta_rule(
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
     if use_triton(k, dtype):
-        if in_chunks(lower_bound):
+        if decays_allow_chunks(lower_bound):
             return generalized_delta_rule_chunks_triton(r, k, v, a, b, g, scale=scale, pos=pos, initial_state=initial_state)
         return generalized_delta_rule_triton(r, k, v, a, b, g, scale=scale, pos=pos, initial_state=initial_state)
     return generalized_delta_rule_chunked(r, k, v, a, b, g, scale=scale, pos=pos, initial_state=initial_state)

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_log_gates, randn
-from baton.kernels.generalized_delta_rule.chunk_launch import generalized_delta_rule_transition_triton, in_chunks
+from baton.kernels.generalized_delta_rule.chunk_launch import decays_allow_chunks, generalized_delta_rule_transition_triton
 from baton.kernels.generalized_delta_rule.chunked import generalized_delta_rule_transition
 from baton.kernels.generalized_delta_rule.op import generalized_delta_rule
 from baton.kernels.generalized_delta_rule.reference import generalized_delta_rule_reference
@@ -61,7 +61,7 @@ class GeneralizedDeltaRule(LinearRecurrence):
         return {"S": matrix}, self.state_transition({"S": matrix}, {"S": add})
 
     def _transition(self, inputs: Inputs, pos: Tensor | None) -> tuple[Tensor, Tensor]:
-        by_kernels = use_triton(inputs[1], state_dtype(*inputs)) and in_chunks(self.lower_bound)
+        by_kernels = use_triton(inputs[1], state_dtype(*inputs)) and decays_allow_chunks(self.lower_bound)
         implementation = generalized_delta_rule_transition_triton if by_kernels else generalized_delta_rule_transition
         with torch.no_grad(), without_autocast(inputs[1]):
             return implementation(*inputs[1:], pos=pos)

@@ -47,7 +47,7 @@ def test_a_runs_shapes_are_those_of_a_rank():
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()) - {"swiglu"}))
 def test_each_mixer_asks_for_what_can_be_tuned(kind):
-    """And of half the heads or channels on each of two tensor ranks, but for RWKV's token shift, which every rank computes."""
+    """And of half the heads or channels on each of two tensor ranks, but for channel_mix, whose token shift every rank computes."""
     model, training, layout = settings(kind)
     whole, half = (launch_requests(model, training, one, Target(90)) for one in (LayoutConfig(), layout))
     assert whole
@@ -59,7 +59,7 @@ def test_each_mixer_asks_for_what_can_be_tuned(kind):
             call(used)
     pairs = [(name, size, b.sizes[name]) for a, b in zip(whole, half, strict=True) for name, size in a.sizes.items()]
     divided = {name for name, size, of_rank in pairs if size != of_rank}
-    assert bool(divided) == (kind not in ("channel_mix", "rwkv7"))
+    assert bool(divided) == (kind != "channel_mix")
     assert divided <= {"channels", "heads", "query_heads", "groups"}
     assert all(size in (of_rank, 2 * of_rank) for _, size, of_rank in pairs)
 
