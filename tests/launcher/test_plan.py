@@ -227,6 +227,7 @@ from baton.kernels.compile.aot import META, Target, compiling
 from baton.kernels.delta_rule.triton_launch import delta_rule_triton
 from baton.kernels.gated_linear_attention.triton_launch import gla_triton
 from baton.kernels.gated_slot_attention.triton_launch import gsa_triton
+from baton.kernels.mlstm import mlstm
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
 from baton.models.settings.cost_model import Workload
@@ -255,6 +256,7 @@ calls = {
             {"scale": 1.0, "slot_activation": "softmax", "gate_logit_normalizer": 8.0}),
     "delta_net": (delta_rule_triton, {"heads": 8, "d_key": 128, "d_value": 128}, [*(x(8, 128) for _ in "qkv"), gates(8), None],
                   {"scale": 1.0}),
+    "mlstm": (mlstm, {}, [x(2, 256), x(2, 256), x(2, 512), gates(2), gates(2)], {"scale": 1.0}),
     "kda": (delta_rule_triton, {"heads": 8}, [*(x(8, 128) for _ in "qkv"), gates(8), gates(8, 128)], {"scale": 1.0}),
 }
 op, settings, given, options = calls["gsa"]
@@ -284,7 +286,7 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
     assert done.returncode == 0, done.stderr[-3000:]
     found = {kind: (int(kept), int(counted)) for kind, kept, counted in (line.split(",") for line in done.stdout.splitlines())}
     assert all(kept == counted for kept, counted in found.values()), found
-    keepers = {"gla", "retnet", "mamba2 groups", "gsa", "gsa selectively", "delta_net", "kda"}
+    keepers = {"gla", "retnet", "mamba2 groups", "gsa", "gsa selectively", "delta_net", "mlstm", "kda"}
     assert {kind for kind, (kept, _) in found.items() if kept} == keepers
     assert found["gsa selectively"] < found["gsa"]
 

@@ -73,6 +73,7 @@ LEARNERS = {
     "gsa": ({"heads": 2, "head_dim": 16, "slots": 8}, induction(16, 8)),
     "gla": ({"heads": 2}, induction(16, 8)),
     "hgrn2": ({"heads": 2, "d_key": 16}, induction(16, 8)),
+    "mlstm": ({"heads": 2}, induction(16, 8)),
     "retnet": ({"d_key": 16}, induction(16, 8)),
     "rwkv6": ({"d_key": 16, "d_value": 16}, induction(16, 8)),
     "rwkv7": ({"d_key": 16, "d_value": 16}, induction(16, 8)),

@@ -77,6 +77,16 @@ def test_rwkv6_size():
     assert parameter_count(model_of("rwkv6-1.6b")) == released - 2 * L * D - 3 * D
 
 
+@pytest.mark.parametrize(("name", "L", "D", "heads"), [("xlstm-7b", 32, 4096, 8), ("xlstm-1.4b", 24, 2048, 4)])
+def test_xlstm_sizes(name, L, D, heads):
+    """A layer is q and k of half the width, v, output gate and output, the gates of each head with their biases, three norms, and
+    an MLP of 2.667 D that is rounded up to a multiple of 64. The released 7B model has 6,865,424,896 parameters."""
+    hidden = -(-2667 * D // 64000) * 64
+    released = 2 * D * 50304 + D + L * (4 * D * D + 2 * heads * (D + 1) + 3 * D + 3 * D * hidden)
+    assert parameter_count(model_of(name)) == released
+    assert name != "xlstm-7b" or released == 6_865_424_896
+
+
 @pytest.mark.parametrize("name", LONGHORN)
 def test_longhorn_sizes(name):
     millions, distance = LONGHORN[name]

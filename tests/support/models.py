@@ -32,7 +32,7 @@ OPTIONS = {
     "falcon": {"mamba": {"projection_norm_eps": 1e-6}},
     "groups": {"mamba2": {"expand": 2, "n_groups": 4}, "gated_delta_net": {"v_heads": 8}, "kda": {"v_heads": 8, "gate_bias": True}},
     "rwkv": {"first": {"kind": "rwkv7", "value_residual": "first"}, "rwkv7": {"value_residual": "later"}, "channel_mix": {}},
-    "finch": {"rwkv6": {}, "channel_mix": {"receptance": True}},
+    "finch": {"rwkv6": {}, "channel_mix": {"receptance": True}, "mlstm": {}},
     "qwen": {
         "attention": {
             "qkv_bias": True,

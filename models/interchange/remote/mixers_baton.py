@@ -73,6 +73,18 @@ def linear_attention(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: 
     return linear(y.to(x.dtype), p["out_proj.weight"]), {"S": S}
 
 
+def mlstm(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    q, k, v, gate = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "k", "v", "gate"))
+    i, f = (precise(linear(x, p[f"gates_proj.{part}.weight"])) for part in "if")
+    i, f = i + p["input_gate_bias"], f + p["forget_gate_bias"]
+    cap, d_key, d_value = c["gate_soft_cap"], q.shape[-1] // i.shape[-1], v.shape[-1] // i.shape[-1]
+    i, g = cap * torch.tanh(i / cap), F.logsigmoid(cap * torch.tanh(f / cap))
+    inputs = heads(precise(q), d_key), heads(precise(k), d_key), heads(precise(v), d_value), i, g
+    h, C = run("mlstm", *inputs, scale=d_key**-0.5, pos=pos, initial_state=_of(state, "C"))
+    h = F.layer_norm(h, (d_value,), eps=eps).flatten(2) * p["norm_weight"]
+    return linear((h * torch.sigmoid(precise(gate))).to(x.dtype), p["out_proj.weight"]), {"C": C}
+
+
 def hgrn2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
     q, f, v = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("q", "f", "v"))
     d_key, bound = c["d_key"], c["lower_bound"]
@@ -343,6 +355,7 @@ MIXERS: dict[str, Callable[..., Result]] = {
     "longhorn": longhorn,
     "mamba": mamba,
     "mamba2": mamba2,
+    "mlstm": mlstm,
     "retnet": retnet,
     "rg_lru": rg_lru,
     "rwkv6": rwkv6,
