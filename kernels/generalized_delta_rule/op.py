@@ -48,8 +48,8 @@ def generalized_delta_rule(
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the state that arrives, [batch, heads, d_key, d_value], float32 (float64 for float64 inputs). None: zero.
-        lower_bound: what no g is below, for RWKV-7 -exp(-1/2); not checked. None: not known. On a GPU, a bound of -4 or more has
-            the sequence computed in chunks of tokens, many times as fast as token by token.
+        lower_bound: what no g is below, for RWKV-7 -exp(-1/2); not checked. None: not known. With a bound of -4 or more a GPU
+            computes the sequence in chunks of tokens, else token by token.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, but for
     matmuls in chunks, which take bfloat16 if r, k and v are 16-bit.
