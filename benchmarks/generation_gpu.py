@@ -92,7 +92,7 @@ class Bench:
             self.report.row(f"{name} x 1", "tokens/s", ours[1], "steps that are not recorded", plain, gate=name)
         transformer = TRANSFORMERS[name]
         of_kind = {"mamba": "transformers' Mamba", "transformer": f"transformers' Llama as {transformer}"}
-        for peer_name in map(of_kind.__getitem__, self.kinds):
+        for peer_name in (of_kind[kind] for kind in of_kind if kind in self.kinds):
             if peer_name not in peers:
                 peers.clear()  # gives its memory back
                 del model
@@ -171,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default="mamba-130m,mamba-1.4b", help=f"separated by commas, of {', '.join(TRANSFORMERS)}")
     parser.add_argument("--batches", default="1,8,32,128", help="rows, separated by commas")
-    parser.add_argument("--peers", default="mamba,transformer", help="transformers' Mamba, and its Llama; mamba first")
+    parser.add_argument("--peers", default="mamba,transformer", help="transformers' Mamba, and its Llama")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens behind it")
     parser.add_argument("--repetitions", type=int, default=3)
