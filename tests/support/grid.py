@@ -34,7 +34,9 @@ from support.models import SEQUENCE_LENGTH, SEQUENCES, Batch, model_of, step_bat
 STEPS, ACCUMULATION, RANKS = 2, 2, 8
 MIXERS = (*kinds(), "hybrid", "full_attention")
 IN_SHORT = tuple(
-    mixer for mixer in MIXERS if mixer not in ("channel_mix", "kda", "linear_attention", "rg_lru", "rwkv6", "rwkv7", "s4d", "ttt")
+    mixer
+    for mixer in MIXERS
+    if mixer not in ("channel_mix", "kda", "linear_attention", "mamba3", "rg_lru", "rwkv6", "rwkv7", "s4d", "ttt")
 )
 """Those of the short form: layers of the others are in the models "groups", "ablated", "rwkv" and "baselines", but ttt:
 its inner LayerNorm of small outputs costs float32 a digit. tests/models/test_sequence_parallel.py has it in float64."""
