@@ -5,7 +5,7 @@ sees it, and no angle. Angles are float64, their cosines and sines the dtype of 
 float32 angle would be off by 0.1. Only the inputs are kept for the backward pass, for q and k are as many times wider as heads
 share B and C.
 
-Shape suffixes: B batch, T time, G groups, H heads, N d_state, R pairs of states that turn.
+Shape suffixes: B batch, T time, C chunks, L tokens of one, G groups, H heads, N d_state, R pairs of states that turn, F any.
 """
 
 from typing import Any
@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from baton.kernels.common.autocast import without_autocast
 from baton.kernels.compile.aot import on_gpu
+
+_CHUNK = 64
 
 
 def rotated(
@@ -42,16 +45,32 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def sums_in_documents(x: Tensor, pos_BT: Tensor | None, *, backward: bool = False) -> Tensor:
-    """Sum of x [B, T, ...] over the tokens of the same document up to each token, or from it on. Sums of 1, 2, 4, ... tokens, so
-    that a document's have nothing of others', not even a rounding."""
-    n, length = 1, x.shape[1]
-    while n < length:
-        added = x[:, n:] if backward else x[:, :-n]
-        if pos_BT is not None:
-            added = added.masked_fill((pos_BT[:, n:] < n).view(*pos_BT[:, n:].shape, *(1,) * (x.dim() - 2)), 0.0)
-        x = x + pad(added, (0, 0) * (x.dim() - 2) + ((0, n) if backward else (n, 0)))
-        n *= 2
-    return x
+    """Sum of x [B, T, ...] over the tokens of the same document up to each token, or from it on.
+
+    A matrix product sums in chunks, and the chunks' last tokens (first ones, backwards) are summed likewise: a document's sums have
+    nothing of other documents', not even a rounding.
+    """
+    length, behind = x.shape[1], -x.shape[1] % _CHUNK
+    if pos_BT is None:
+        pos_BT = torch.arange(1, length + 1, device=x.device)[None]
+    pos_BCL, x_BCLF = pad(pos_BT, (0, behind)).unflatten(1, (-1, _CHUNK)), x.flatten(2)
+    x_BCLF = (pad(x_BCLF, (0, 0, 0, behind)) if behind else x_BCLF).unflatten(1, (-1, _CHUNK))
+    at_L = torch.arange(_CHUNK, device=x.device)
+    distance_LL = at_L[:, None] - at_L
+    seen_BCLL = ((distance_LL >= 0) & (distance_LL <= pos_BCL[..., None])).to(x.dtype)
+    with without_autocast(x):
+        sums_BCLF = (seen_BCLL.mT if backward else seen_BCLL) @ x_BCLF
+    if length > _CHUNK:
+        edge = 0 if backward else -1
+        # of a document that reaches n chunks back, n edges
+        edges_BCF = sums_in_documents(sums_BCLF[:, :, edge], pos_BCL[:, :, edge] // _CHUNK, backward=backward)
+        if backward:
+            edges_BCF = pad(edges_BCF[:, 1:], (0, 0, 0, 1))
+            apart_BCL = pad(pos_BCL[:, 1:, 0], (0, 1))[..., None] < _CHUNK - at_L
+        else:
+            edges_BCF, apart_BCL = pad(edges_BCF[:, :-1], (0, 0, 1, 0)), pos_BCL <= at_L
+        sums_BCLF = sums_BCLF + edges_BCF[:, :, None].masked_fill(apart_BCL[..., None], 0.0)
+    return sums_BCLF.flatten(1, 2)[:, :length].view(x.shape)
 
 
 class _Rotated(torch.autograd.Function):

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from support.compare import relative_error
 from support.interchange import fla_models
-from support.recurrences import gradients, seeded
+from support.recurrences import gradients, positions, seeded
 from torch import nn
 
 from baton.kernels.mamba3 import mamba3
 from baton.kernels.mamba3.recurrence import Mamba3
+from baton.kernels.mamba3.rotation import sums_in_documents
 from baton.models.mixer import build_mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.settings.mamba3 import Mamba3Config
@@ -128,6 +129,19 @@ def test_the_angle_of_a_long_document_is_exact():
         inputs = (a[:, span] for a in (x, B, C, one, 0 * one, one, theta * one))
         y, state = mamba3(*inputs, zero, zero, torch.zeros(1), initial_state=state)
     assert relative_error(y[0, -1, 0, 0], expected) <= 1e-5
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.001, 0.1])
+def test_sums_in_documents_are_those_of_each_document(probability):
+    """Of 70 chunks and a part of one, whose edges are two chunks and a part of one."""
+    x, y = (torch.randn(2, 4500, 3, generator=seeded(n), dtype=torch.float64) for n in (1, 2))
+    pos = positions(seeded(3), 2, 4500, probability) if probability else None
+    found, mirror = sums_in_documents(x, pos), sums_in_documents(y, pos, backward=True)
+    for lane in range(2):
+        starts = [] if pos is None else (pos[lane] == 0).nonzero().flatten().tolist()
+        spans = torch.tensor_split(x[lane], starts)
+        assert relative_error(found[lane], torch.cat([span.cumsum(0) for span in spans])) <= 1e-12
+    assert relative_error((found * y).sum(), (x * mirror).sum()) <= 1e-12
 
 
 @pytest.mark.parametrize("strong", [-150.0, -1e6])
