@@ -2,16 +2,24 @@
 
 from torch import Tensor
 
-from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.errors import (
+    KernelError,
+    expect_dtype,
+    expect_one_precision,
+    expect_positions,
+    expect_state_keys,
+    expect_tensor,
+)
 from baton.kernels.mamba3.torch_impl import mamba3_torch
+from baton.kernels.protocol import State
 
 _KERNEL = "mamba3"
 
 
 def mamba3(
     x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, lam: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, D: Tensor,
-    *, pos: Tensor | None = None, initial_state: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    *, pos: Tensor | None = None, initial_state: State | None = None,
+) -> tuple[Tensor, State]:  # fmt: skip
     """Mamba-3's recurrence over a piece of a sequence. Per head, with k = B + B_bias and q = C + C_bias:
 
         h_t = exp(g_t) R_t (h_{t-1} + (1 - lam_t) dt_t k_{t-1} x_{t-1}^T) + lam_t dt_t k_t x_t^T        y_t = h_t^T q_t + D x_t
@@ -36,8 +44,8 @@ def mamba3(
         D: the skip, [heads].
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
-        initial_state: h [batch, heads, d_state, head_dim], and k [batch, heads, d_state] and x [batch, heads, head_dim] of the
-            token before; float32 (float64 for float64 inputs). None: zero.
+        initial_state: {h [batch, heads, d_state, head_dim], and of the token before k [batch, heads, d_state] and x [batch, heads,
+            head_dim]}, float32 (float64 for float64 inputs). None: zero.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on
     a GPU with turned q and k rounded to B's dtype.
@@ -47,7 +55,8 @@ def mamba3(
         every tensor argument; differentiating twice is refused by autograd with a RuntimeError.
 
     Raises:
-        KernelError: an argument of another shape, dtype or device than stated, by name; T = 0.
+        KernelError: an argument of another shape, dtype or device than stated, by name; a State with other
+            keys; T = 0.
     """
     if not isinstance(x, Tensor):
         raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (batch, T, heads, head_dim)")
@@ -72,10 +81,11 @@ def mamba3(
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
     if initial_state is not None:
+        expect_state_keys(_KERNEL, "initial_state", initial_state, ("h", "k", "x"))
         sizes = {"h": (d_state, head_dim), "k": (d_state,), "x": (head_dim,)}
         axes = {"h": ("d_state", "head_dim"), "k": ("d_state",), "x": ("head_dim",)}
-        for name, tensor in zip(sizes, initial_state, strict=True):
-            name_of = f"initial_state.{name}"
+        for name, tensor in initial_state.items():
+            name_of = f"initial_state {name}"
             expect_tensor(_KERNEL, name_of, tensor, ("batch", "heads", *axes[name]), (batch, heads, *sizes[name]), device)
             expect_dtype(_KERNEL, name_of, tensor, (dtype,))
     return mamba3_torch(x, B, C, dt, g, lam, theta, B_bias, C_bias, D, pos=pos, initial_state=initial_state)

@@ -29,13 +29,10 @@ class Mamba3(LinearRecurrence):
         return tuple(StateSpec(name, shape, dtype, tp=0, grad=True) for name, shape in shapes.items())
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        y, (h, k, x) = mamba3(*inputs, pos=pos, initial_state=None if state is None else (state["h"], state["k"], state["x"]))
-        return y, {"h": h, "k": k, "x": x}
+        return mamba3(*inputs, pos=pos, initial_state=state)
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        entering = None if state is None else (state["h"], state["k"], state["x"])
-        y, (h, k, x) = mamba3_reference(*inputs, pos=pos, initial_state=entering)
-        return y, {"h": h, "k": k, "x": x}
+        return mamba3_reference(*inputs, pos=pos, initial_state=state)
 
     def transition_matrix(self, inputs: Inputs, pos: Tensor | None) -> State:
         """See `transitions.Transition`: decay, before, and cosine and sine of the angle."""

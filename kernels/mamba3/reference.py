@@ -9,12 +9,12 @@ from torch import Tensor
 
 def mamba3_reference(
     x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, lam: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, D: Tensor,
-    *, pos: Tensor | None = None, initial_state: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    *, pos: Tensor | None = None, initial_state: dict[str, Tensor] | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """h_t = e^g R (h_{t-1} + (1 - lam) dt k_{t-1} x_{t-1}^T) + lam dt k_t x_t^T, y_t = h_t^T q_t + D x_t, in the promoted dtype,
     with k = B + B_bias, q = C + C_bias, and R turning pair r of states by -dt theta_r (Lahoti et al. 2026, "Mamba-3").
 
-    h_{t-1} and k_{t-1} are replaced by 0 where pos == 0. The State is (h, k, x), the last two of the last token. Shapes as in
+    h_{t-1} and k_{t-1} are replaced by 0 where pos == 0. The State is {h, k, x}, the last two of the last token. Shapes as in
     `op.mamba3`; nothing is checked. Gradients are plain autograd, which keeps a state per token.
     """
     heads = x.shape[2]
@@ -22,8 +22,9 @@ def mamba3_reference(
     q_BTHN = C.repeat_interleave(heads // C.shape[2], 2) + C_bias
     if initial_state is None:
         h_BHNP = x.new_zeros(*x[:, 0].shape[:2], B.shape[3], x.shape[3], dtype=k_BTHN.dtype)
-        initial_state = h_BHNP, torch.zeros_like(k_BTHN[:, 0]), torch.zeros_like(x[:, 0])
-    h_BHNP, last_k_BHN, last_x_BHP = initial_state
+        last_k_BHN, last_x_BHP = torch.zeros_like(k_BTHN[:, 0]), torch.zeros_like(x[:, 0])
+    else:
+        h_BHNP, last_k_BHN, last_x_BHP = initial_state["h"], initial_state["k"], initial_state["x"]
     y_BTHP = []
     for t in range(x.shape[1]):
         if pos is not None:
@@ -36,7 +37,7 @@ def mamba3_reference(
         h_BHNP = g[:, t, :, None, None].exp() * _turned(h_BHNP, angle_BHR)
         h_BHNP = h_BHNP + own_BH[..., None, None] * last_k_BHN[..., None] * last_x_BHP[:, :, None]
         y_BTHP.append((q_BTHN[:, t, :, :, None] * h_BHNP).sum(2) + D[:, None] * last_x_BHP)
-    return torch.stack(y_BTHP, dim=1), (h_BHNP, last_k_BHN, last_x_BHP)
+    return torch.stack(y_BTHP, dim=1), {"h": h_BHNP, "k": last_k_BHN, "x": last_x_BHP}
 
 
 def _turned(h_BHNP: Tensor, angle_BHR: Tensor) -> Tensor:

@@ -16,12 +16,13 @@ from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.head_scale import head_scale
 from baton.kernels.mamba3.rotation import rotated, turned
+from baton.kernels.protocol import State
 
 
 def mamba3_torch(
     x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, lam: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, D: Tensor,
-    *, pos: Tensor | None, initial_state: tuple[Tensor, Tensor, Tensor] | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    *, pos: Tensor | None, initial_state: State | None,
+) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.mamba3`, which checks the arguments."""
     dtype = state_dtype(x, B, C, dt, g, lam, theta, B_bias, C_bias, D)
     next_BTHN, first_BHN, k_BTHN, own_BTH, cos_BHR, sin_BHR = rotated(B, C, dt, theta, B_bias, C_bias, pos, dtype)
@@ -33,8 +34,8 @@ def mamba3_torch(
     v_BTHP = head_scale(x, after_BTH + pad(before_BTH[:, 1:], (0, 0, 0, 1)))
     S_BHNP = None
     if initial_state is not None:
-        h_BHNP, last_k_BHN, last_x_BHP = initial_state
-        S_BHNP = h_BHNP + before_BTH[:, 0, :, None, None] * last_k_BHN[..., None] * last_x_BHP[:, :, None]
+        written_BHNP = initial_state["k"][..., None] * initial_state["x"][:, :, None]
+        S_BHNP = initial_state["h"] + before_BTH[:, 0, :, None, None] * written_BHNP
     read_BTHP, last_BHNP = gated_linear_attention(next_BTHN, k_BTHN, v_BTHP, g, gate="scalar", pos=pos, initial_state=S_BHNP)
     read_BTHP = pad(read_BTHP[:, :-1].to(dtype), (0, 0, 0, 0, 1, 0))
     if S_BHNP is not None:
@@ -45,4 +46,4 @@ def mamba3_torch(
     last_BHNP = turned(last_BHNP.transpose(2, 3), cos_BHR[:, :, None], -sin_BHR[:, :, None]).transpose(2, 3)
     last_k_BHN = B[:, -1].to(dtype).repeat_interleave(x.shape[2] // B.shape[2], 1) + B_bias
     last_x_BHP = x[:, -1].to(dtype).clone(memory_format=torch.contiguous_format)
-    return y_BTHP.to(x.dtype).contiguous(), (last_BHNP.contiguous(), last_k_BHN.contiguous(), last_x_BHP)
+    return y_BTHP.to(x.dtype).contiguous(), {"h": last_BHNP.contiguous(), "k": last_k_BHN.contiguous(), "x": last_x_BHP}

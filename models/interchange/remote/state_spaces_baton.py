@@ -97,12 +97,11 @@ def mamba3(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | No
     dt, A = F.softplus(precise(dt) + p["dt_bias"]), F.softplus(precise(A)).clamp(min=c["A_floor"])
     theta = math.pi * torch.tanh(precise(linear(x, p["angle_proj.weight"])))
     inputs = precise(heads(inner, c["head_dim"])), B, C, dt, -A * dt, torch.sigmoid(precise(lam)), theta
-    before = None if state is None else tuple(state[name] for name in ("h", "k", "x"))
-    y, last = run("mamba3", *inputs, p["B_bias"], p["C_bias"], p["D"], pos=pos, initial_state=before)
+    y, state = run("mamba3", *inputs, p["B_bias"], p["C_bias"], p["D"], pos=pos, initial_state=state)
     if c["output_norm"]:
         y = rms_norm(y.to(x.dtype), None, eps) * heads(p["norm.weight"], c["head_dim"])
     y = (y.flatten(2) * F.silu(precise(z))).to(x.dtype)
-    return linear(y, p["out_proj.weight"]), dict(zip(("h", "k", "x"), last, strict=True))
+    return linear(y, p["out_proj.weight"]), state
 
 
 def rg_lru(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
