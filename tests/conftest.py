@@ -28,6 +28,8 @@ TOGETHER = {
     "tests/slurm/": "slurm",
     # what models keep and send is measured once for all of them
     "tests/launcher/test_plan": "plan",
+    # fla's models take seconds to import
+    **dict.fromkeys((f"tests/models/test_{name}.py" for name in ("interchange_fla", "mamba3", "rwkv6", "rwkv7")), "fla"),
     # they compare with one run
     **dict.fromkeys((f"tests/launcher/test_{name}.py" for name in COMPARED_WITH_A_RUN), "runs"),
 }

@@ -143,9 +143,9 @@ def _over_sequence(one: Arithmetic) -> dict[str, Exchange]:
         sent = sum(recurrence.message_bytes(work, backward=backward) for recurrence in recurrences if recurrence not in gathered)
         if sent:
             found[name] = Exchange(sent * one.passes, ranks, p, pairs=True)
-    effects = sum(recurrence.transition_bytes(work) for recurrence in gathered)
-    if effects:
-        for name in ("States: all-gather over context", "cotangents: all-gather over context"):
+    if gathered:
+        for name, backward in (("States: all-gather over context", False), ("cotangents: all-gather over context", True)):
+            effects = sum(recurrence.transition_bytes(work, backward=backward) for recurrence in gathered)
             found[name] = Exchange((ranks - 1) * effects * one.passes, ranks, p)
     found |= _of_full_attention(one)
     whole = sum(block.message_bytes(work) for block in one.every_block)

@@ -146,6 +146,7 @@ class RecurrenceCosts:
     messages: number of messages that send the State to the next context rank.
     transition: for a linear recurrence, the shape of the factor by which a span of tokens multiplies each tensor of the State,
         split over the tensor group as that tensor is; (): the recurrence is not linear.
+    gradients_read: tensors of the entering State that the transition of gradients has besides.
     eager: the cost without a kernel for the GPU; None: there is a kernel.
     """
 
@@ -158,6 +159,7 @@ class RecurrenceCosts:
     scan_elements: int = 0
     messages: int = 1
     transition: tuple[tuple[int, ...], ...] = ()
+    gradients_read: tuple[StateDeclaration, ...] = ()
     eager: Eager | None = None
 
     @property
@@ -211,10 +213,10 @@ class RecurrenceCosts:
             return 0
         return self.messages * _aligned(state_bytes(s, work) for s in self.state if s.grad or not backward)
 
-    def transition_bytes(self, work: Workload) -> int:
-        """Bytes that a rank sends in either pass where transitions are exchanged: its span's transition, and the State that the
-        span computes from a zero State."""
-        return _aligned(state_bytes(s, work) for s in (*self.factors, *self.state))
+    def transition_bytes(self, work: Workload, *, backward: bool) -> int:
+        """Bytes that a rank sends where transitions are exchanged: its span's, and the State that it computes from zero."""
+        read = self.gradients_read if backward else ()
+        return _aligned(state_bytes(s, work) for s in (*self.factors, *read, *self.state))
 
 
 def _aligned(sizes: Iterable[int]) -> int:
@@ -385,13 +387,9 @@ def saved_scores(heads: int, *widths: int) -> tuple[SavedTensor, ...]:
 
 def linear_attention_costs(S: StateDeclaration, *, per_key: bool) -> RecurrenceCosts:
     """Costs of linear attention with the state S [heads, d_key, d_value]. per_key: the decay is per key channel, else per head."""
-    heads, d_key, _ = S.shape
+    factor = S.shape[0], S.shape[1] if per_key else 1, 1
     return RecurrenceCosts(
-        "gated_linear_attention",
-        (S,),
-        chunk=LINEAR_ATTENTION_CHUNK,
-        recomputed_on_gpu=True,
-        transition=((heads, d_key if per_key else 1, 1),),
+        "gated_linear_attention", (S,), chunk=LINEAR_ATTENTION_CHUNK, recomputed_on_gpu=True, transition=(factor,)
     )
 
 

@@ -78,7 +78,7 @@ def test_one_setting(capsys, word, keys):
         ("training.optimiser", "training.optimizer"),
         ("learning_rate", "training.optimizer.lr"),
         ("training.batch_size", "training.global_batch_tokens and training.micro_batch_size"),
-        ("mamba3", "mamba"),
+        ("mamba4", "mamba"),
     ],
 )
 def test_an_unknown_key_is_one_line_with_the_one_that_was_meant(capsys, word, meant):

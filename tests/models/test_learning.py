@@ -66,6 +66,7 @@ LEARNERS = {
     "mamba": ({}, induction(32, 16)),
     "longhorn": ({}, induction(64, 16)),
     "mamba2": ({"head_dim": 16, "d_state": 16}, induction(32, 16)),
+    "mamba3": ({"head_dim": 16, "d_state": 16}, induction(16, 8)),
     "delta_net": ({"heads": 2, "d_key": 16, "d_value": 16}, induction(32, 16)),
     "gated_delta_net": ({"heads": 2, "d_key": 16, "d_value": 32}, recall(16, 3, 16)),
     "kda": ({"heads": 2, "d_key": 16, "d_value": 32}, recall(16, 3, 16)),

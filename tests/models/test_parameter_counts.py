@@ -77,6 +77,15 @@ def test_rwkv6_size():
     assert parameter_count(model_of("rwkv6-1.6b")) == released - 2 * L * D - 3 * D
 
 
+def test_mamba3_size():
+    """The released layer's in_proj, its vectors (two biases and two numbers a head, two norms) and out_proj; two norms; an MLP."""
+    L, D, states, heads, hidden = 24, 2048, 128, 64, 4096
+    in_proj = 4 * D + 2 * states + 3 * heads + states // 4
+    layer = D * (in_proj + 2 * D + 3 * hidden + 2) + heads * (2 * states + 2) + 2 * states
+    assert parameter_count(model_of("mamba3-1.5b")) == 128256 * D + L * layer + D
+    assert round((128256 * D + L * layer + D) / 1e9, 1) == 1.5
+
+
 @pytest.mark.parametrize(("name", "L", "D", "heads"), [("xlstm-7b", 32, 4096, 8), ("xlstm-1.4b", 24, 2048, 4)])
 def test_xlstm_sizes(name, L, D, heads):
     """A layer is q and k of half the width, v, output gate and output, the gates of each head with their biases, three norms, and

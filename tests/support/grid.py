@@ -36,7 +36,7 @@ MIXERS = (*kinds(), "hybrid", "full_attention")
 IN_SHORT = tuple(
     mixer
     for mixer in MIXERS
-    if mixer not in ("channel_mix", "kda", "linear_attention", "mlstm", "rg_lru", "rwkv6", "rwkv7", "s4d", "ttt")
+    if mixer not in ("channel_mix", "kda", "linear_attention", "mamba3", "mlstm", "rg_lru", "rwkv6", "rwkv7", "s4d", "ttt")
 )
 """Those of the short form: layers of the others are in the models "groups", "ablated", "rwkv", "finch" and "baselines", but ttt,
 which tests/models/test_sequence_parallel.py has in float64."""

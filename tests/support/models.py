@@ -27,7 +27,7 @@ OPTIONS = {
         "hgrn2": {"bounds": "learned", "scale_queries": True},
     },
     "static": {"gsa": {"gate": "data_independent"}},
-    "baselines": {"rg_lru": {}, "s4d": {}},
+    "baselines": {"rg_lru": {}, "s4d": {}, "mamba3": {}},
     "added": {"bmojo": {"add_ssm_output": True}},
     "falcon": {"mamba": {"projection_norm_eps": 1e-6}},
     "groups": {"mamba2": {"expand": 2, "n_groups": 4}, "gated_delta_net": {"v_heads": 8}, "kda": {"v_heads": 8, "gate_bias": True}},

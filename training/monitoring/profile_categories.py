@@ -59,8 +59,8 @@ RULES = (
         ),
         functions=(
             "_AsScanInputs", "_DeltaRule", "_DiagonalScan", "_Gathered", "_GeneralizedDeltaRule", "_GeneralizedDeltaRuleChunks",
-            "_Gla", "_Gsa", "_Joint", "_Lattice", "_RecvState", "_RunChunked", "_Scan", "_SendState", "_SendStateFirst", "_QRChunk",
-            "_Sequential", "_TransitionScan", "_WithSinks",
+            "_Gla", "_Gsa", "_Joint", "_Lattice", "_RecvState", "_Rotated", "_RunChunked", "_Scan", "_SendState", "_SendStateFirst",
+            "_QRChunk", "_Sequential", "_TransitionScan", "_WithSinks",
         ),
         name=r"selective_scan|flash_|fmha|sdpa|attention",
         scope=r"^recurrence: |^aten::_?scaled_dot_product|^baton::innovation",

@@ -33,7 +33,7 @@ from baton.models.interchange.remote.layers_baton import (
 from baton.models.interchange.remote.layers_baton import part_of as _of
 from baton.models.interchange.remote.recurrences_baton import run
 from baton.models.interchange.remote.rwkv_baton import channel_mix, rwkv6, rwkv7
-from baton.models.interchange.remote.state_spaces_baton import longhorn, mamba, mamba2, rg_lru, s4d
+from baton.models.interchange.remote.state_spaces_baton import longhorn, mamba, mamba2, mamba3, rg_lru, s4d
 
 # ---------------------------------------------------------------------------------------------------------------- linear attention
 
@@ -355,6 +355,7 @@ MIXERS: dict[str, Callable[..., Result]] = {
     "longhorn": longhorn,
     "mamba": mamba,
     "mamba2": mamba2,
+    "mamba3": mamba3,
     "mlstm": mlstm,
     "retnet": retnet,
     "rg_lru": rg_lru,

@@ -1,7 +1,9 @@
-"""Mamba, Mamba-2, Longhorn, S4D and the RG-LRU in plain PyTorch. Arguments and results are described in mixers_baton.
+"""Mamba, Mamba-2, Mamba-3, Longhorn, S4D and the RG-LRU in plain PyTorch. Arguments and results are described in mixers_baton.
 
 Shapes: B batch, T tokens, D channels, N states of a channel.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +87,21 @@ def mamba2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | No
     size = c["norm_group_size"] or y.shape[-1] // c["n_groups"]
     y = (rms_norm(heads(y, size), None, eps).flatten(2) * p["norm.weight"]).to(x.dtype)
     return linear(y, p["out_proj.weight"]), {"conv_x": conv_x, "conv_bc": conv_bc, "S": S}
+
+
+def mamba3(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
+    z, inner, dt, A, lam = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("z", "x", "dt", "A", "lam"))
+    shared = linear(x, p["bc_proj.weight" if c["n_groups"] == 1 else "in_proj.bc.weight"])
+    B, C = shared.unflatten(2, (c["n_groups"], 2, -1)).unbind(3)
+    B, C = (precise(rms_norm(part, p[f"{name}_norm.weight"], eps).to(x.dtype)) for name, part in (("B", B), ("C", C)))
+    dt, A = F.softplus(precise(dt) + p["dt_bias"]), F.softplus(precise(A)).clamp(min=c["A_floor"])
+    theta = math.pi * torch.tanh(precise(linear(x, p["angle_proj.weight"])))
+    inputs = precise(heads(inner, c["head_dim"])), B, C, dt, -A * dt, torch.sigmoid(precise(lam)), theta
+    y, state = run("mamba3", *inputs, p["B_bias"], p["C_bias"], p["D"], pos=pos, initial_state=state)
+    if c["output_norm"]:
+        y = rms_norm(y.to(x.dtype), None, eps) * heads(p["norm.weight"], c["head_dim"])
+    y = (y.flatten(2) * F.silu(precise(z))).to(x.dtype)
+    return linear(y, p["out_proj.weight"]), state
 
 
 def rg_lru(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:

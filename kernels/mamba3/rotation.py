@@ -1,0 +1,128 @@
+"""Queries and keys of Mamba-3, turned by the angle that has passed since the piece's first token, with exact gradients.
+
+Only differences of angles matter, so each piece and each document counts from 0: what is carried is the state as its last token
+sees it, and no angle. Angles are float64, their cosines and sines the dtype of the computation: after 10^6 tokens of 3 radians a
+float32 angle would be off by 0.1. Only the inputs are kept for the backward pass, for q and k are as many times wider as heads
+share B and C.
+
+Shape suffixes: B batch, T time, C chunks, L tokens of one, G groups, H heads, N d_state, R pairs of states that turn, F any.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from baton.kernels.common.autocast import without_autocast
+from baton.kernels.compile.aot import on_gpu
+
+_CHUNK = 64
+
+
+def rotated(
+    B: Tensor, C: Tensor, dt: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, pos: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """With k = B + B_bias and q = C + C_bias, both turned by the sum of dt theta: q of each token's next token (0 for the last), q
+    of the first token, k, the products q k of each token, and cosine and sine of the last token's angle.
+
+    Args: as `op.mamba3`; dtype: of the computation, and of the results. On a GPU, q and k of all tokens are rounded to B's.
+    """
+    rounded = B.dtype if on_gpu(B) else dtype
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _Rotated.apply(
+        B, C, dt, theta, B_bias, C_bias, pos, dtype, rounded
+    )
+    return found
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., N] with entries 2 r and 2 r + 1 turned by the angle of cos, sin [..., R]; the others as they are."""
+    pairs = cos.shape[-1]
+    a, b = x[..., : 2 * pairs].unflatten(-1, (pairs, 2)).unbind(-1)
+    both = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+    return torch.cat((both, x[..., 2 * pairs :]), dim=-1)
+
+
+def sums_in_documents(x: Tensor, pos_BT: Tensor | None, *, backward: bool = False) -> Tensor:
+    """Sum of x [B, T, ...] over the tokens of the same document up to each token, or from it on.
+
+    A matrix product sums in chunks, and the chunks' last tokens (first ones, backwards) are summed likewise: a document's sums have
+    nothing of other documents', not even a rounding.
+    """
+    length, behind = x.shape[1], -x.shape[1] % _CHUNK
+    if pos_BT is None:
+        pos_BT = torch.arange(1, length + 1, device=x.device)[None]
+    pos_BCL, x_BCLF = pad(pos_BT, (0, behind)).unflatten(1, (-1, _CHUNK)), x.flatten(2)
+    x_BCLF = (pad(x_BCLF, (0, 0, 0, behind)) if behind else x_BCLF).unflatten(1, (-1, _CHUNK))
+    at_L = torch.arange(_CHUNK, device=x.device)
+    distance_LL = at_L[:, None] - at_L
+    seen_BCLL = ((distance_LL >= 0) & (distance_LL <= pos_BCL[..., None])).to(x.dtype)
+    with without_autocast(x):
+        sums_BCLF = (seen_BCLL.mT if backward else seen_BCLL) @ x_BCLF
+    if length > _CHUNK:
+        edge = 0 if backward else -1
+        # of a document that reaches n chunks back, n edges
+        edges_BCF = sums_in_documents(sums_BCLF[:, :, edge], pos_BCL[:, :, edge] // _CHUNK, backward=backward)
+        if backward:
+            edges_BCF = pad(edges_BCF[:, 1:], (0, 0, 0, 1))
+            apart_BCL = pad(pos_BCL[:, 1:, 0], (0, 1))[..., None] < _CHUNK - at_L
+        else:
+            edges_BCF, apart_BCL = pad(edges_BCF[:, :-1], (0, 0, 1, 0)), pos_BCL <= at_L
+        sums_BCLF = sums_BCLF + edges_BCF[:, :, None].masked_fill(apart_BCL[..., None], 0.0)
+    return sums_BCLF.flatten(1, 2)[:, :length].view(x.shape)
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, B: Tensor, C: Tensor, dt: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, pos: Tensor | None,
+        dtype: torch.dtype, rounded: torch.dtype,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.save_for_backward(B, C, dt, theta, B_bias, C_bias)
+        ctx.pos, ctx.dtype = pos, dtype
+        k_BTHN, q_BTHN = _of_heads(B, B_bias, dtype), _of_heads(C, C_bias, dtype)
+        cos_BTHR, sin_BTHR = _angles(dt, theta, pos, dtype)
+        own_BTH = (q_BTHN * k_BTHN).sum(-1)
+        q_BTHN, k_BTHN = (turned(x, cos_BTHR, sin_BTHR) for x in (q_BTHN, k_BTHN))
+        next_BTHN = pad(q_BTHN[:, 1:], (0, 0, 0, 0, 0, 1)).to(rounded)
+        return next_BTHN, q_BTHN[:, 0].clone(), k_BTHN.to(rounded), own_BTH, cos_BTHR[:, -1].clone(), sin_BTHR[:, -1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dnext: Tensor, dfirst: Tensor, dk: Tensor, down: Tensor, dcos: Tensor, dsin: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (B, C, dt, theta, B_bias, C_bias), dtype = ctx.saved_tensors, ctx.dtype
+        k_BTHN, q_BTHN = _of_heads(B, B_bias, dtype), _of_heads(C, C_bias, dtype)
+        cos_BTHR, sin_BTHR = _angles(dt, theta, ctx.pos, dtype)
+        dq = torch.cat((dfirst[:, None], dnext[:, :-1].to(dtype)), dim=1)
+        dq, dk = (turned(x, cos_BTHR, -sin_BTHR) for x in (dq, dk.to(dtype)))
+        dangle_BTHR = _across(q_BTHN, dq, cos_BTHR.shape[3]) + _across(k_BTHN, dk, cos_BTHR.shape[3])
+        dangle_BTHR[:, -1] += cos_BTHR[:, -1] * dsin - sin_BTHR[:, -1] * dcos
+        dangle_BTHR = sums_in_documents(dangle_BTHR, ctx.pos, backward=True)
+        ddt_BTH = (dangle_BTHR * theta.to(dtype)[:, :, None]).sum(-1)
+        dtheta_BTR = (dangle_BTHR * dt.to(dtype)[..., None]).sum(2)
+        dq, dk = dq + down[..., None] * k_BTHN, dk + down[..., None] * q_BTHN
+        dB, dC = (x.unflatten(2, (B.shape[2], -1)).sum(3) for x in (dk, dq))
+        return (
+            *(grad.to(x.dtype) for grad, x in ((dB, B), (dC, C), (ddt_BTH, dt), (dtheta_BTR, theta))),
+            *(grad.sum((0, 1)).to(x.dtype) for grad, x in ((dk, B_bias), (dq, C_bias))),
+            *(None,) * 3,
+        )
+
+
+def _of_heads(x_BTGN: Tensor, bias_HN: Tensor, dtype: torch.dtype) -> Tensor:
+    return x_BTGN.to(dtype).repeat_interleave(bias_HN.shape[0] // x_BTGN.shape[2], 2) + bias_HN.to(dtype)
+
+
+def _angles(dt_BTH: Tensor, theta_BTR: Tensor, pos_BT: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, [B, T, H, R], of the angles since the piece's first token, that one's own included."""
+    angle_BTHR = sums_in_documents(dt_BTH.double()[..., None] * theta_BTR.double()[:, :, None], pos_BT)
+    return angle_BTHR.cos().to(dtype), angle_BTHR.sin().to(dtype)
+
+
+def _across(x: Tensor, dx: Tensor, pairs: int) -> Tensor:
+    """The gradient of the angles by which x [..., N] is turned, [..., R]; dx: the gradient of what is turned, turned back."""
+    (a, b), (da, db) = (y[..., : 2 * pairs].unflatten(-1, (pairs, 2)).unbind(-1) for y in (x, dx))
+    return a * db - b * da
