@@ -5,9 +5,12 @@ Shape suffixes as in `gated_linear_attention.triton_kernels`: X is d_key, Y d_va
 
 With u, the values that tokens write, the rule is gated linear attention: its kernels compute the output, and the products from
 which the WY representation is made (Kimi Team 2025, "Kimi Linear", section 3). A token reads the state twice, with its query for
-the output and with a for what it replaces, which is its key (or not: `generalized_delta_rule.chunk_launch`). So the gradients along
-x are those of gated linear attention with two query heads per head: q with dy, and a with -beta dr, where dr is the gradient of
-u / beta (see `delta_rule.wy_backward_kernels`). They include those of the log-decays.
+the output and with its key for what it replaces. So the gradients along x are those of gated linear attention with two query heads
+per head: q with dy, and the key with -beta dr, where dr is the gradient of u / beta (see `delta_rule.wy_backward_kernels`). They
+include those of the log-decays.
+
+If ALTERNATE, each token reads once, with its query: those at even places for what they replace, those at odd places for the output
+(`generalized_delta_rule.chunk_launch`). Then one query head per head is enough. Chunks begin at even places.
 
 The walks over chunks read keys and queries with their decays to or from the chunk's ends, in which documents' starts are zeros
 (`channel_prepare_kernel`). Of decays they know one number per channel and chunk.
@@ -43,12 +46,13 @@ from baton.kernels.gated_linear_attention.triton_common import (
 
 @triton.jit
 def channel_prepare_kernel(
-    q, a, k, g, pos, sums, read_q, read_a, written, whole, T, scale,
-    q_batch, q_row, q_head, a_batch, a_row, a_head, k_batch, k_row, k_head, g_batch, g_row, g_head,
-    X: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    q, k, g, pos, sums, read_q, read_a, written, whole, T, scale,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, g_batch, g_row, g_head,
+    X: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, ALTERNATE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
-    """Gates' sums from each chunk's begin; what of q, with the scale, and of a is read of the state that enters a chunk; what of k
-    reaches the chunk's end, all [B, T, H, X]; and what is left behind a chunk of what entered, [B, H, N, X]."""
+    """Gates' sums from each chunk's begin; what of q, with the scale, and of what reads for values that are replaced is read of the
+    state that enters a chunk; what of k reaches the chunk's end, all [B, T, H, X]; and what is left behind a chunk of what entered,
+    [B, H, N, X]."""
     n, bh = tl.program_id(0), tl.program_id(2)
     b, h = (bh // H).to(tl.int64), bh % H
     t, x = n * C + tl.arange(0, C), tl.program_id(1) * BX + tl.arange(0, BX)
@@ -60,9 +64,9 @@ def channel_prepare_kernel(
     since = decay_from_start(summed, at, C, HAS_POS)
     q_x = load_tokens(q + b * q_batch + h * q_head, t, q_row, x, T, X)
     store_tokens(read_q + to, t, H * X, x, T, X, q_x.to(tl.float32) * since * scale)
-    a_x = load_tokens(a + b * a_batch + h * a_head, t, a_row, x, T, X)
-    store_tokens(read_a + to, t, H * X, x, T, X, a_x.to(tl.float32) * since)
     k_x = load_tokens(k + b * k_batch + h * k_head, t, k_row, x, T, X).to(tl.float32)
+    a_x = tl.where((t % 2 == 0)[:, None], q_x.to(tl.float32), 0.0) if ALTERNATE else k_x
+    store_tokens(read_a + to, t, H * X, x, T, X, a_x * since)
     total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], summed, 0.0), 0)
     at_last = last_token(at, C)
     store_tokens(written + to, t, H * X, x, T, X, k_x * decay_to_end(summed, total[None, :], at_last, C, HAS_POS))
@@ -73,9 +77,9 @@ def channel_prepare_kernel(
 @triton.jit
 def channel_inverse_kernel(
     beta, out, T, chunks, beta_batch, beta_row: tl.constexpr, beta_head,
-    H: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, ALTERNATE: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(I + A)^-1 of each chunk in the place of what a_i reads of key j, float32 [B, H, N, C, C]; of DOT_DTYPE two planes, as
+    """(I + A)^-1 of each chunk in the place of what token i reads of key j, float32 [B, H, N, C, C]; of DOT_DTYPE two planes, as
     `delta_rule.wy_forward_kernels.wy_inverse_kernel` leaves it. As there, blocks of 16 tokens are inverted row by row, and the
     others follow by columns."""
     n, bh = tl.program_id(0), tl.program_id(1)
@@ -89,6 +93,8 @@ def channel_inverse_kernel(
     for r in tl.static_range(C // 16):
         t = n * C + r * 16 + row
         strengths = tl.load(beta + t.to(tl.int64) * beta_row, mask=t < T, other=0.0).to(tl.float32)
+        if ALTERNATE:  # the others replace nothing
+            strengths = tl.where(t % 2 == 0, strengths, 0.0)
         for c in tl.static_range(r + 1):
             A = strengths[:, None] * tl.load(to + (r * C + c) * 16 + square)
             tl.store(to + (r * C + c) * 16 + square, tl.where((row[:, None] > row[None, :]) | (c < r), A, 0.0))
@@ -233,10 +239,12 @@ def channel_u_backward_kernel(
 def channel_pairs_kernel(
     dy, u, dr, beta, pos, pairs, ry, dv, dbeta, T, chunks, scale,
     dy_batch, dy_row, dy_head, beta_batch, beta_row, beta_head,
-    Y: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BY: tl.constexpr,
+    Y: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, ALTERNATE: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr,
+    BY: tl.constexpr,
 ):  # fmt: skip
     """What gated linear attention's gradients are made of, with two query heads: ry [B, T, 2 H, Y], scale dy and -beta dr, and its
-    products with u, pairs [B, 2 H, N, C, C]. Then dv [B, T, H, Y] and dbeta [B, T, H], where beta is not 0."""
+    products with u, pairs [B, 2 H, N, C, C]. Then dv [B, T, H, Y] and dbeta [B, T, H], where beta is not 0. If ALTERNATE, of the
+    two heads the one with which a token reads, and no dbeta."""
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     i, begin, left = tl.arange(0, C), (n * C).to(tl.int64), T - n * C
@@ -245,6 +253,8 @@ def channel_pairs_kernel(
     beta_t = tl.load(beta + b * beta_batch + h * beta_head + (begin + i) * beta_row, mask=i < left, other=0.0).to(tl.float32)
     over_q = tl.zeros([C, C], tl.float32)
     over_a = tl.zeros([C, C], tl.float32)
+    HEADS: tl.constexpr = 1 if ALTERNATE else 2
+    replaces = (i % 2 == 0)[:, None]
     for y0 in range(0, Y, BY):
         y = y0 + tl.arange(0, BY)
         u_y = load_tokens(u + of_rows * Y, i, H * Y, y, left, Y)
@@ -254,18 +264,25 @@ def channel_pairs_kernel(
         over_a += dot(dr_y, tl.trans(u_y), DOT_DTYPE)
         grad_v = beta_t[:, None] * dr_y.to(tl.float32)
         store_tokens(dv + of_rows * Y, i, H * Y, y, left, Y, grad_v)
-        to = ry + of_rows * (2 * Y)
-        store_tokens(to, i, 2 * H * Y, y, left, Y, dy_y.to(tl.float32) * scale)
-        store_tokens(to + Y, i, 2 * H * Y, y, left, Y, -grad_v)
+        to, of_q = ry + of_rows * (HEADS * Y), dy_y.to(tl.float32) * scale
+        if ALTERNATE:
+            store_tokens(to, i, H * Y, y, left, Y, tl.where(replaces, -grad_v, of_q))
+        else:
+            store_tokens(to, i, 2 * H * Y, y, left, Y, of_q)
+            store_tokens(to + Y, i, 2 * H * Y, y, left, Y, -grad_v)
     square = i[:, None] * C + i[None, :]
-    to = pairs + (((b * H + h) * 2) * chunks + n) * (C * C) + square
+    to = pairs + ((b * H + h) * HEADS * chunks + n) * (C * C) + square
     seen = causal_mask(load_positions(pos + b * T + begin, i, left, HAS_POS), C, HAS_POS)
-    tl.store(to, tl.where(seen, over_q * scale, 0.0).to(pairs.dtype.element_ty))
     before = seen & (i[:, None] > i[None, :])
-    tl.store(to + chunks * (C * C), tl.where(before, -beta_t[:, None] * over_a, 0.0).to(pairs.dtype.element_ty))
-    # beta multiplies what u / beta is; where there is no quotient, `channel_dbeta_zero_kernel` comes after this one
-    times_beta = tl.sum(tl.where(i[:, None] == i[None, :], over_a, 0.0), 1)
-    tl.store(dbeta + of_rows + i * H, times_beta / tl.where(beta_t == 0.0, 1.0, beta_t), mask=i < left)
+    of_q, of_a = tl.where(seen, over_q * scale, 0.0), tl.where(before, -beta_t[:, None] * over_a, 0.0)
+    if ALTERNATE:
+        tl.store(to, tl.where(replaces, of_a, of_q).to(pairs.dtype.element_ty))
+    else:
+        tl.store(to, of_q.to(pairs.dtype.element_ty))
+        tl.store(to + chunks * (C * C), of_a.to(pairs.dtype.element_ty))
+        # beta multiplies what u / beta is; where there is no quotient, `channel_dbeta_zero_kernel` comes after this one
+        times_beta = tl.sum(tl.where(i[:, None] == i[None, :], over_a, 0.0), 1)
+        tl.store(dbeta + of_rows + i * H, times_beta / tl.where(beta_t == 0.0, 1.0, beta_t), mask=i < left)
 
 
 @triton.jit

@@ -5,7 +5,8 @@ with a decay per key channel (`channel_delta_rule`), for which every token is tw
     S_t = S'' + k_t v_t^T                                                               the second: reads nothing, writes k_t
 
 exp(-g_t) a_t reads of the decayed state what a_t reads of the one before. It is as precise as a_t, but grows with the decay: by
-less than two for RWKV-7, whose decays have a bound. r_t reads behind the second.
+less than two for RWKV-7, whose decays have a bound. r_t reads behind the second. So each of the two reads once, and one tensor has
+what both read with.
 """
 
 from typing import Any
@@ -16,9 +17,13 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.channel_delta_rule.triton_launch import ChannelDeltaRuleLaunch
 from baton.kernels.common import launch_utils
+from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.delta_rule.triton_launch import LaunchConfig, launch_config_for
 from baton.kernels.errors import REDUCED_DTYPES
 
+_kernels = LazyModule("baton.kernels.generalized_delta_rule.pair_kernels")
+
+_ENTRIES = 2048  # of a program of those
 STRONGEST = -4.0
 """Least log-decay: what exp(-g) of a reads may be 55 times as large as what a reads."""
 
@@ -51,23 +56,41 @@ def _launch(
     r: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, scale: float, pos: Tensor | None, config: LaunchConfig | None
 ) -> ChannelDeltaRuleLaunch:
     """Of two tokens for each, see above."""
-    if all(x.dtype in REDUCED_DTYPES for x in (r, k, v)):
-        b = b.to(k.dtype)  # else they would not be multiplied in bfloat16
-    # read - u is written where u is what replaces it, and here nothing is subtracted
-    a = -torch.exp(-g.float()) * a
-    r, v, a, g = (_alone(x, at) for x, at in ((r, 1), (v, 1), (a, 0), (g, 0)))
-    k = torch.stack((b, k), dim=2).flatten(1, 2)
-    beta = torch.ones(v.shape[:3], dtype=torch.float32, device=v.device)
+    low = all(x.dtype in REDUCED_DTYPES for x in (r, k, v))
+    batch, length, heads, d_key = k.shape
+    two = (batch, 2 * length, heads, d_key)
+    # in float32 exp(-g) a is as precise as a; with float32 keys nothing is multiplied in bfloat16
+    readers = torch.empty(two, dtype=torch.float32, device=k.device)
+    keys = torch.empty(two, dtype=k.dtype if low else torch.float32, device=k.device)
+    gates = torch.empty(two, dtype=g.dtype, device=k.device)
+    r, k, a, b, g = (launch_utils.contiguous_last_dim(x) for x in (r, k, a, b, g))
+    grid, sizes = _grid_of(k, "X")
+    _kernels.pair_inputs_kernel[grid](
+        r, k, a, b, g, readers, keys, gates, length, *launch_utils.strides(r, k, a, b, g), **sizes
+    )  # fmt: skip
+    values = _second(v)
+    beta = torch.ones(values.shape[:3], dtype=torch.float32, device=v.device)
     if pos is not None:
         pos = torch.stack((2 * pos, 2 * pos + 1), dim=2).flatten(1, 2)
-    return ChannelDeltaRuleLaunch(r, k, v, beta, g, scale, pos, config or launch_config_for(k, v, g), a)
+    config = config or launch_config_for(keys, values, gates)
+    return ChannelDeltaRuleLaunch(readers, keys, values, beta, gates, scale, pos, config, alternate=True)
 
 
-def _alone(x: Tensor, at: int) -> Tensor:
-    """x [B, T, ..] for the first (at = 0) or the second of two tokens, and 0 for the other, [B, 2 T, ..]."""
-    doubled = x.new_zeros(x.shape[0], 2 * x.shape[1], *x.shape[2:])
-    doubled[:, at::2] = x
-    return doubled
+def _second(v: Tensor) -> Tensor:
+    """v [B, T, H, Y] for the second of two tokens, and 0 for the first, [B, 2 T, H, Y]."""
+    values = v.new_empty(v.shape[0], 2 * v.shape[1], *v.shape[2:])
+    v = launch_utils.contiguous_last_dim(v)
+    grid, sizes = _grid_of(v, "Y")
+    _kernels.pair_values_kernel[grid](v, values, v.shape[1], *launch_utils.strides(v), **sizes)
+    return values
+
+
+def _grid_of(x: Tensor, axis: str) -> tuple[tuple[int, int], dict[str, int]]:
+    """Of programs over the rows of x [B, T, H, axis], and their constants."""
+    batch, length, heads, width = x.shape
+    block = launch_utils.next_power_of_2(width)
+    rows = max(1, _ENTRIES // block)
+    return (-(-length * heads // rows), batch), {axis: width, "H": heads, "BR": rows, f"B{axis}": block, "num_warps": 4}
 
 
 class _GeneralizedDeltaRuleChunks(torch.autograd.Function):
@@ -76,7 +99,7 @@ class _GeneralizedDeltaRuleChunks(torch.autograd.Function):
         ctx: Any, r: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, initial: Tensor | None, scale: float,
         pos: Tensor | None, config: LaunchConfig | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, final, inverse = _launch(r, k, v, a, b, g, scale, pos, config).forward(initial)
+        o, final, inverse = _launch(r, k, v, a, b, g, scale, pos, config).forward(initial, r.dtype)
         ctx.save_for_backward(r, k, v, a, b, g, initial, inverse, pos)
         ctx.scale, ctx.config = scale, config
         return o[:, 1::2].contiguous(), final
@@ -86,11 +109,12 @@ class _GeneralizedDeltaRuleChunks(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
         r, k, v, a, b, g, initial, inverse, pos = ctx.saved_tensors
         launch = _launch(r, k, v, a, b, g, ctx.scale, pos, ctx.config)
-        dr, da, dk, dv, _, dg, dinitial = launch.gradients(initial, inverse, _alone(do, 1), dfinal.contiguous())
-        # of what reads the decayed state, exp(-g) a, which is computed with g too
-        da, read = da[:, 0::2].float(), launch.a[:, 0::2]
-        dg = dg[:, 0::2] - da * read
-        da = -da * torch.exp(-g.float())
-        grads = (dr[:, 1::2], dk[:, 1::2], dv[:, 1::2], da, dk[:, 0::2], dg)
-        found = [grad.to(x.dtype) for grad, x in zip(grads, (r, k, v, a, b, g), strict=True)]
-        return (*(x if need else None for x, need in zip((*found, dinitial), ctx.needs_input_grad[:7], strict=True)), *(None,) * 3)
+        dreaders, dkeys, dvalues, _, dgates, dinitial = launch.gradients(initial, inverse, _second(do), dfinal.contiguous())
+        dr, dk, da, db, dg = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (r, k, a, b, g))
+        a, g = (launch_utils.contiguous_last_dim(x) for x in (a, g))
+        grid, sizes = _grid_of(k, "X")
+        _kernels.pair_gradients_kernel[grid](
+            dreaders, dkeys, dgates, a, g, dr, dk, da, db, dg, k.shape[1], *launch_utils.strides(a, g), **sizes
+        )  # fmt: skip
+        found = (dr, dk, dvalues[:, 1::2], da, db, dg, dinitial)
+        return (*(x if need else None for x, need in zip(found, ctx.needs_input_grad[:7], strict=True)), *(None,) * 3)

@@ -153,6 +153,7 @@ def _matrix_kernels(arch):
     from baton.kernels.gated_linear_attention import triton_kernels
     from baton.kernels.gated_linear_attention import triton_launch as gated_linear_attention
     from baton.kernels.gated_linear_attention.triton_common import CHANNEL, NONE, SCALAR
+    from baton.kernels.generalized_delta_rule import pair_kernels
 
     float32 = (
         "sums",
@@ -235,6 +236,7 @@ def _matrix_kernels(arch):
 
     def of_rule(name, kernel, config, warps, gate=SCALAR, **own):
         common = {"X": X, "H": 16, "GATE": gate.value, "HAS_POS": True, "C": config.chunk, "num_stages": config.stages, **low}
+        common["ALTERNATE"] = False
         taken = (*kernel.arg_names, "num_stages")
         constants = {name: n for name, n in {**common, **strides, "Y": X, **own}.items() if name in taken}
         return name, kernel, constants, warps, {**types, "inverse": "bf16", "out": "bf16"}
@@ -276,16 +278,23 @@ def _matrix_kernels(arch):
     gate = {"GATE": CHANNEL.value, "READ": True, "WRITE": True, "PRECISE": False}
     name, *kernel, _ = of_channels("gradients", triton_kernels.gla_chunk_dqk_kernel, config.warps_gated, **sizes, **gate)
     yield name, *kernel, {**types, "out_w": "fp32"}
-    # RWKV-7's, where what reads for the values that are replaced is float32, and what reads at all with it
+    # RWKV-7's, where tokens take turns and what they read with is float32
     X = 64
     config = launch_config_of(delta_rule, delta_rule.shape_of("key", X, X))
+    once = {"G": 1, "num_stages": config.stages}
     for name, kernel, of_reader, warps, own in (
-        ("prepare", channel.channel_prepare_kernel, "a", 4, {"BX": config.x_prepared, "num_stages": 1}),
+        ("prepare", channel.channel_prepare_kernel, "q", 4, {"BX": config.x_prepared, "num_stages": 1}),
         ("scores", triton_kernels.gla_scores_kernel, "r", config.warps_scores, scores),
-        ("gradients", triton_kernels.gla_chunk_dqk_kernel, "rx", config.warps_gated, {**sizes, **gate}),
+        ("inverse", channel.channel_inverse_kernel, "", config.warps_inverse, {"num_stages": 1}),
+        ("pairs", channel.channel_pairs_kernel, "", config.warps, {"BY": config.y_chunk}),
+        ("gradients", triton_kernels.gla_chunk_dqk_kernel, "rx", config.warps_gated, {**sizes, **gate, **once}),
     ):
-        _, *found, of = of_channels(name, kernel, warps, **own)
+        _, *found, of = of_channels(name, kernel, warps, ALTERNATE=True, **own)
         yield f"generalized delta rule in chunks, {name}", *found, {**of, of_reader: "fp32", "out_w": "fp32"}
+    for name in ("inputs", "values", "gradients"):
+        kernel, axis = getattr(pair_kernels, f"pair_{name}_kernel"), "Y" if name == "values" else "X"
+        of = dict.fromkeys(("g", "readers", "gates", "dkeys", "dgates", "dg"), "fp32")
+        yield f"generalized delta rule in chunks, pairs' {name}", kernel, {axis: X, "H": 32, "BR": 32, f"B{axis}": X}, 4, of
 
 
 def _lattice_kernels():
