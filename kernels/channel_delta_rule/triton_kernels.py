@@ -310,7 +310,7 @@ def channel_dbeta_zero_kernel(
             k_x = load_tokens(k, i, k_row, x, left, X)
             summed = load_gate_sums(here, i, left, x, H, X, CHANNEL)
             apart = (summed - load_gate_sums(here, split_token(NEAR - 1, C), left, x, H, X, CHANNEL)).to(tl.float32)
-            found += tl.where(same_block(C), dot(k_x * tl.exp2(apart), tl.trans(k_x * tl.exp2(-apart)), DOT_DTYPE), 0.0)
+            found += tl.where(same_block(NEAR, C), dot(k_x * tl.exp2(apart), tl.trans(k_x * tl.exp2(-apart)), DOT_DTYPE), 0.0)
             for level in tl.static_range(NEAR, LEVELS):
                 across = summed - load_gate_sums(here, split_token(level, C), left, x, H, X, CHANNEL)
                 k_level = k_x * tl.exp2(-tl.abs(across).to(tl.float32))

@@ -12,7 +12,7 @@ from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile.fitting import Sizes, launch_blocks
 from baton.kernels.delta_rule.triton_launch import SMALL, DeltaRuleLaunch, LaunchConfig
-from baton.kernels.gated_linear_attention.launch_args import QKV, PreparedGates, Side
+from baton.kernels.gated_linear_attention.launch_args import NEAR, QKV, PreparedGates, Side
 from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch
 
 _kernels = LazyModule("baton.kernels.channel_delta_rule.triton_kernels")
@@ -23,7 +23,7 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
 
     alternate: tokens take turns. Those at even places read with q, instead of k, for the values that they replace, and have no
     output; those at odd places read with q for the output alone. beta then has to be 1 everywhere and v and the output's gradient 0
-    at even places; the gradient of beta is not computed.
+    at even places; the gradient of beta is not computed. near: as of `LinearAttentionLaunch`; its kernels take it.
     """
 
     def __init__(
@@ -38,13 +38,14 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         config: LaunchConfig,
         *,
         alternate: bool = False,
+        near: int = NEAR,
     ) -> None:
         assert g is not None
         given = QKV.of(q, k, v)
         # what alternates may be more precise
         self.in_bfloat16, self.alternate = (given._replace(q=given.k) if alternate else given).low, alternate
         low = self.in_bfloat16
-        self.gla = launch = LinearAttentionLaunch("key", scale, pos, g, given, config, low=low)
+        self.gla = launch = LinearAttentionLaunch("key", scale, pos, g, given, config, low=low, near=near)
         self.config = config if low else config.for_float32
         self.beta, self.scale = launch_utils.contiguous_last_dim(beta), scale
         (X, _), along = launch.sizes, (launch.batch, launch.length, launch.heads)
@@ -168,7 +169,9 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
             )  # fmt: skip
         # of two that read per head the products leave no registers for loads ahead; scales are in ry
         config = self.config if self.alternate else replace(self.config, stages=1)
-        both = LinearAttentionLaunch("key", 1.0, launch.pos, launch.g, QKV(readers, k, v), config, low=self.in_bfloat16)
+        both = LinearAttentionLaunch(
+            "key", 1.0, launch.pos, launch.g, QKV(readers, k, v), config, low=self.in_bfloat16, near=launch.near
+        )
         of_readers, of_k, dg = both.launch_chunk_dqk(
             Side(readers, k), Side(ry, u), sums, pairs, states, cotangents, read=launch.kept, write=torch.float32
         )

@@ -13,6 +13,9 @@ from baton.kernels.common import launch_utils
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.errors import REDUCED_DTYPES
 
+NEAR = 3
+"""log2 of the tokens of a block that is joined at one of its own, for decays without a bound; see `triton_common`."""
+
 
 @dataclass(frozen=True)
 class LaunchConfig:

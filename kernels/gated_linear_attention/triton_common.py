@@ -5,8 +5,9 @@ Shape suffixes as in `triton_kernels`.
 
 The decay from key j to query i is the product of the decay from j to a token between them and the decay from that token to i.
 Blocks of 8, 16, ... tokens are therefore combined pairwise at the token between them with one matmul each, whose factors are at
-most 1. Within a block of 8 tokens the reference token is one of the 8, so a factor may exceed 1; decays are clamped to at least
-2^LEAST, so that factors do not overflow.
+most 1. Within a block of 2^NEAR = 8 tokens the reference token is one of the 8, so a factor may exceed 1; decays are clamped to at
+least 2^LEAST, so that factors do not overflow. Where decays are known to have a higher bound, such a block may be a whole chunk:
+one matmul instead of one for every size.
 
 Cumulative sums of gates start at a chunk's beginning, and the decay between two tokens is computed from their difference. The sums
 are float32 if matmuls are in bfloat16, and float64 otherwise, so that the difference loses no digits.
@@ -15,9 +16,11 @@ are float32 if matmuls are in bfloat16, and float64 otherwise, so that the diffe
 import triton
 import triton.language as tl
 
+from baton.kernels.gated_linear_attention import launch_args
+
 NONE, SCALAR, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LEAST = tl.constexpr(-24.0)  # log2 of a channel's decay: what is left of a token is nothing to float32, and 2^(4 * 24) is finite
-NEAR = tl.constexpr(3)  # log2 of the tokens of a block that is joined at one of its own
+NEAR = tl.constexpr(launch_args.NEAR)
 
 
 @triton.jit
@@ -150,9 +153,9 @@ def joined_pairs(level, C: tl.constexpr):
 
 
 @triton.jit
-def same_block(C: tl.constexpr):
-    """Which pairs of tokens are of the same block of 2^NEAR, [C, C]."""
-    return tl.arange(0, C)[:, None] >> NEAR == tl.arange(0, C)[None, :] >> NEAR
+def same_block(level, C: tl.constexpr):
+    """Which pairs of tokens are of the same block of 2^level, [C, C]."""
+    return tl.arange(0, C)[:, None] >> level == tl.arange(0, C)[None, :] >> level
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from baton.kernels.gate.triton_kernels import activation
 from baton.kernels.gated_linear_attention.triton_common import (
     CHANNEL,
     LEAST,
-    NEAR,
     NONE,
     SCALAR,
     causal_mask,
@@ -82,7 +81,7 @@ def gla_prepare_kernel(
 def gla_scores_kernel(
     r, w, sums, pos, out, T, r_batch, r_row, r_head, w_batch, w_row, w_head,
     X: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, DOT_DTYPE: tl.constexpr,
-    LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    NEAR: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
     """What query i reads of key j, [B, Q, N C, C], but for the scale; GATE NONE: without decays."""
     n, q, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -99,7 +98,7 @@ def gla_scores_kernel(
             here = sums + (b * T * H + h) * X
             summed = load_gate_sums(here, t, T, x, H, X, GATE)
             apart = (summed - load_gate_sums(here, n * C + split_token(NEAR - 1, C), T, x, H, X, GATE)).to(tl.float32)
-            found += tl.where(same_block(C), dot(r_x * tl.exp2(apart), tl.trans(w_x * tl.exp2(-apart)), DOT_DTYPE), 0.0)
+            found += tl.where(same_block(NEAR, C), dot(r_x * tl.exp2(apart), tl.trans(w_x * tl.exp2(-apart)), DOT_DTYPE), 0.0)
             for level in tl.static_range(NEAR, LEVELS):
                 apart = summed - load_gate_sums(here, n * C + split_token(level, C), T, x, H, X, GATE)
                 across = tl.exp2(-tl.abs(apart).to(tl.float32))
@@ -253,8 +252,8 @@ def gla_chunk_dqk_kernel(
     rx, ry, wx, wy, sums, pos, scores, states, cotangents, out_r, out_w, out_g, T, chunks, scale,
     rx_batch, rx_row, rx_head, ry_batch, ry_row, ry_head, wx_batch, wx_row, wx_head, wy_batch, wy_row, wy_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, DOT_DTYPE: tl.constexpr, PRECISE: tl.constexpr, LEVELS: tl.constexpr,
-    SHARE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, DOT_DTYPE: tl.constexpr, PRECISE: tl.constexpr, NEAR: tl.constexpr,
+    LEVELS: tl.constexpr, SHARE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """Derivatives along x: to rx, [B, T, Q, X], if READ, and to wx, [B, T, H, X], and the log-decays, [B, T, H, X] or, of a SCALAR,
     of each block of x [X / BX, B, T, H], if WRITE; scores are those of ry and wy, without decays. PRECISE: of
@@ -321,7 +320,7 @@ def gla_chunk_dqk_kernel(
                     far = -tl.abs(apart)
                     for_r = tl.exp2(tl.where(level < NEAR, apart, far))
                     for_w = tl.exp2(tl.where(level < NEAR, -apart, far))
-                    P_level = tl.where(tl.where(level < NEAR, same_block(C), joined_pairs(level, C)), P, 0.0)
+                    P_level = tl.where(tl.where(level < NEAR, same_block(NEAR, C), joined_pairs(level, C)), P, 0.0)
                     if PRECISE:
                         w_level = w_x * for_w
                         read = dot_split(P_level, w_level, DOT_DTYPE)

@@ -17,7 +17,7 @@ from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
-from baton.kernels.gated_linear_attention.launch_args import QKV, LaunchConfig, PreActivations, PreparedGates, Side
+from baton.kernels.gated_linear_attention.launch_args import NEAR, QKV, LaunchConfig, PreActivations, PreparedGates, Side
 from baton.kernels.gated_linear_attention.reference import Gate
 
 _kernels = LazyModule("baton.kernels.gated_linear_attention.triton_kernels")
@@ -90,11 +90,12 @@ def gla_final_state_triton(
 
 class LinearAttentionLaunch:
     """Shapes and launches of one call: scale sum_i rx_i^T S_i ry_i, see `triton_kernels`. low: whether matmuls are computed in
-    bfloat16."""
+    bfloat16. near: log2 of the tokens over half of which all decays together are at least 2^-96, or more than a chunk has."""
 
     def __init__(
-        self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: QKV, config: LaunchConfig, *, low: bool
-    ) -> None:
+        self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: QKV, config: LaunchConfig, *, low: bool,
+        near: int = NEAR,
+    ) -> None:  # fmt: skip
         self.swapped = gate == "value"
         # a query or key that all heads share has a head stride of 0
         self.shared = not self.swapped and given.v.shape[2] > 1 and given.q.stride(2) == given.k.stride(2) == 0
@@ -108,7 +109,7 @@ class LinearAttentionLaunch:
         )
         self.config = config if low else config.for_float32
         self.sizes = (d_value, d_key) if self.swapped else (d_key, d_value)
-        self.scale = scale
+        self.scale, self.near = scale, near
         self.chunks = -(-self.length // self.config.chunk)
         self.kernels = _kernels
         self.kept = torch.bfloat16 if low else torch.float32
@@ -118,6 +119,12 @@ class LinearAttentionLaunch:
             "C": self.config.chunk, "num_stages": self.config.stages,
         }  # fmt: skip
         self.low = {"DOT_DTYPE": launch_utils.triton_bfloat16() if low else None}
+
+    @property
+    def levels(self) -> dict[str, int]:
+        """Constants of kernels that join blocks of tokens, see `triton_common`."""
+        levels = self.config.chunk.bit_length() - 1
+        return {"NEAR": min(self.near, levels), "LEVELS": levels}
 
     @property
     def keeps_scores(self) -> bool:
@@ -185,7 +192,7 @@ class LinearAttentionLaunch:
             options["GATE"] = _kind("none")
         self.kernels.gla_scores_kernel[(self.chunks, self.query_heads, self.batch)](
             r, w, self.or_v(sums), self.or_v(self.pos), found, self.length, *launch_utils.strides(r, w), X=size,
-            LEVELS=chunk.bit_length() - 1, **options,
+            **self.levels, **options,
         )  # fmt: skip
         return found
 
@@ -288,7 +295,7 @@ class LinearAttentionLaunch:
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
             *launch_utils.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
             PRECISE=self.low["DOT_DTYPE"] is not None and self.per_channel and read == torch.float32,
-            LEVELS=self.config.chunk.bit_length() - 1, SHARE=share, BX=BX, BY=BY, num_warps=warps, **self.common, **self.low,
+            SHARE=share, BX=BX, BY=BY, num_warps=warps, **self.levels, **self.common, **self.low,
         )  # fmt: skip
         return r, w, g if g is None or self.per_channel else g.sum(0)
 

@@ -9,6 +9,7 @@ less than two for RWKV-7, whose decays have a bound. r_t reads behind the second
 what both read with.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ _kernels = LazyModule("baton.kernels.generalized_delta_rule.pair_kernels")
 _ENTRIES = 2048  # of a program of those
 STRONGEST = -4.0
 """Least log-decay: what exp(-g) of a reads may be 55 times as large as what a reads."""
+_NEAR = 2 + int(math.log2(96 * math.log(2) / -STRONGEST))
+"""log2 of the tokens, of which every second decays, over half of which all decays together are at least 2^-96."""
 
 
 def decays_allow_chunks(lower_bound: float | None) -> bool:
@@ -73,7 +76,7 @@ def _launch(
     if pos is not None:
         pos = torch.stack((2 * pos, 2 * pos + 1), dim=2).flatten(1, 2)
     config = config or launch_config_for(keys, values, gates)
-    return ChannelDeltaRuleLaunch(readers, keys, values, beta, gates, scale, pos, config, alternate=True)
+    return ChannelDeltaRuleLaunch(readers, keys, values, beta, gates, scale, pos, config, alternate=True, near=_NEAR)
 
 
 def _second(v: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ def _matrix_kernels(arch):
     def of_sum(name, gate, X, Y, config):
         common = {"X": X, "G": 1, "GATE": gate.value, "HAS_POS": True, "C": config.chunk}
         headed = {**common, "H": 64 if name == "mamba2" else 4}
-        levels, stages = {"LEVELS": config.chunk.bit_length() - 1}, {"num_stages": config.stages}
+        levels, stages = {"NEAR": 3, "LEVELS": config.chunk.bit_length() - 1}, {"num_stages": config.stages}
         BX, BY = {"BX": min(X, config.x)}, {"BY": min(Y, config.y)}
         per_channel = gate.value == CHANNEL.value
         # strengths and what is made of scores
@@ -257,7 +257,7 @@ def _matrix_kernels(arch):
         name, fold = f"gated delta, fold{' backward' * backwards}", {"WIDTH": X if backwards else 2 * X, "HAS_FIRST": True}
         yield of_rule(name, wy_forward_kernels.wy_fold_kernel, config, 4, BX=64, BY=16, BACKWARDS=backwards, **fold)
     config = launch_config_of(delta_rule, delta_rule.shape_of("key", X, X))
-    levels = {"LEVELS": config.chunk.bit_length() - 1}
+    levels = {"NEAR": 3, "LEVELS": config.chunk.bit_length() - 1}
 
     def of_channels(name, kernel, warps, **own):
         name, kernel, constants, warps, found = of_rule(f"channel delta, {name}", kernel, config, warps, **levels, **own)
@@ -281,7 +281,7 @@ def _matrix_kernels(arch):
     # RWKV-7's, where tokens take turns and what they read with is float32
     X = 64
     config = launch_config_of(delta_rule, delta_rule.shape_of("key", X, X))
-    once = {"G": 1, "num_stages": config.stages}
+    once, levels["NEAR"] = {"G": 1, "num_stages": config.stages}, levels["LEVELS"]
     for name, kernel, of_reader, warps, own in (
         ("prepare", channel.channel_prepare_kernel, "q", 4, {"BX": config.x_prepared, "num_stages": 1}),
         ("scores", triton_kernels.gla_scores_kernel, "r", config.warps_scores, scores),
