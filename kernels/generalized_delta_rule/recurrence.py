@@ -76,9 +76,11 @@ class GeneralizedDeltaRule(LinearRecurrence):
         a = torch.where(again < 0.2, a.roll(1, dims=1), a).masked_fill(nothing < 0.1, 0.0)
         strengths = extreme_gates(generator, *shape, dtype=dtype)
         g = extreme_log_gates(generator, *shape, dtype=dtype)
+        if self.lower_bound is not None:
+            g = g.clamp(min=self.lower_bound)
         return (normal(*shape), normal(*shape), normal(*shape[:3], d_value), a, -strengths * a, g), {
             "S": normal(batch, heads, d_key, d_value)
         }
 
 
-RECURRENCES = (GeneralizedDeltaRule(),)
+RECURRENCES = (GeneralizedDeltaRule(), GeneralizedDeltaRule(lower_bound=-0.6))
