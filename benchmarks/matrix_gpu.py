@@ -19,6 +19,7 @@ Peers are used where `fla` and `mamba_ssm` can be imported; without them a row's
 
 import argparse
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,6 +60,8 @@ GATE_TOKENS = 160
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 GATES_LIMIT = 8e-3  # of gradients of gates and step sizes in bfloat16
 GATE_NAMES = ("dg", "dbeta", "dgamma")
+RWKV7_BOUND = -math.exp(-0.5)
+"""Of its log-decays."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def inputs_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
             "v": v,
             "a": a,
             "b": -torch.sigmoid(normal(H, K)) * a,
-            "g": -0.606531 * torch.sigmoid(normal(H, K)),
+            "g": RWKV7_BOUND * torch.sigmoid(normal(H, K)),
         }
     elif case.kind == "mamba2":
         found = {"q": q, "k": k, "v": v, "step": F.softplus(normal(H) - 3)}
@@ -182,7 +185,7 @@ def run(case: Case, inputs: dict[str, Tensor], pos: Tensor | None = None, define
         return list(lattice(**given, variant=variant, project=project, pos=pos, initial_state=first))
     if case.kind == "rwkv7":
         generalized = generalized_delta_rule_reference if defined else generalized_delta_rule
-        bound = {} if defined else {"lower_bound": -0.606531}
+        bound = {} if defined else {"lower_bound": RWKV7_BOUND}
         return list(generalized(**given, **bound, scale=scale, pos=pos, initial_state=first))
     rule = delta_rule_reference if defined else delta_rule
     return list(rule(**{"g": None, **given}, scale=scale, pos=pos, initial_state=first))
@@ -277,7 +280,7 @@ def peer_of(case: Case) -> tuple[str, Callable[..., Tensor] | None, bool]:
         if case.kind == "rwkv7":
             op = importlib.import_module("fla.ops.rwkv7").chunk_rwkv7
             # as fla's model calls it; the bound lets it use tensor cores
-            words = {"scale": scale, "safe_gate": True, "chunk_size": 64, "lower_bound": -0.606531}
+            words = {"scale": scale, "safe_gate": True, "chunk_size": 64, "lower_bound": RWKV7_BOUND}
             return "fla", lambda r, k, v, a, b, g: op(r, g, k, v, a, b, **words)[0], True
         if case.kind == "mamba2":
             scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
