@@ -198,6 +198,13 @@ def kda(d, heads, dim):
     return 4 * d * width + 2 * dim * (d + width) + 3 * 4 * width + d * heads + width + heads + dim + d
 
 
+def ttt(d, weights, dim=64):
+    """q and k share a projection; v, gate and output; inner learning rates per head with a bias; two convolutions of width 4 with
+    biases; the weights that a sequence trains and an inner LayerNorm per head; a number per token of a mini-batch; two norms."""
+    heads = d // dim
+    return 4 * d * d + (d + 1) * heads + 2 * 5 * d + heads * weights + 2 * d + 16 + 2 * d
+
+
 # by arithmetic that shares nothing with the modules: layers, then vocabulary rows (once tied, twice not), then the final norm.
 # Beside them what the papers call the size, in millions; 32000 tokens and a head of its own are why GSA's names are exceeded.
 SIZES = {
@@ -206,6 +213,10 @@ SIZES = {
     "lattice-110m": (12 * (lattice(768, 12, gates=2) + swiglu(768, 2048)) + 32000 * 768 + 768, 110),
     "lattice-340m": (24 * (lattice(1024, 16, gates=2) + swiglu(1024, 2736)) + 32000 * 1024 + 1024, 340),
     "lattice-1.3b": (24 * (lattice(2048, 32) + swiglu(2048, 5504)) + 32000 * 2048 + 2048, 1300),
+    "ttt-linear-110m": (12 * (ttt(768, 64 * 65) + swiglu(768, 2048)) + 32000 * 768 + 768, 110),
+    "ttt-linear-340m": (24 * (ttt(1024, 64 * 65) + swiglu(1024, 2736)) + 32000 * 1024 + 1024, 340),
+    "ttt-linear-1.3b": (24 * (ttt(2048, 64 * 65) + swiglu(2048, 5504)) + 32000 * 2048 + 2048, 1300),
+    "ttt-mlp-110m": (12 * (ttt(768, 64 * 4 * 65 + 4 * 64 * 64 + 64) + swiglu(768, 2048)) + 32000 * 768 + 768, 110),
     "bmojo-130m": (17 * bmojo(768) + 32000 * 768 + 768, 130),
     "bmojo-370m": (31 * bmojo(1024) + 32000 * 1024 + 1024, 370),
     "bmojo-790m": (30 * bmojo(1536) + 32000 * 1536 + 1536, 790),
