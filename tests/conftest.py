@@ -40,11 +40,14 @@ FIRST = (
     "runs",
     "tests/kernels/test_compiled.py",
     "plan",
-    "tests/kernels/test_read_only.py",
     "tests/training/test_grid.py",
+    "tests/kernels/test_law.py",
+    "tests/training/test_aot_compile.py",
+    "tests/parallel/test_context_parallel.py",
+    "tests/training/test_cuda_graphs.py",
     "tests/training/test_segments.py",
-    "tests/training/test_sequence_parallel.py",
     "tests/training/test_long_context.py",
+    "tests/training/test_sequence_parallel.py",
     "tests/launcher/test_profile.py",
 )
 """Groups in the order in which they are begun: those that take longest, which `make test` names at its end, so that the workers

@@ -10,14 +10,16 @@ no-grad forward pass over a segment, which computes only its final State. All by
 the ranks of a stage differ (the two ends of a sequence), they are those of the rank with the most.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
+from baton.launcher.planner.operations import Operations
 from baton.models.settings.cost_model import MixerCosts, Workload
 from baton.models.settings.declarations import ParameterDeclaration
-from baton.models.stages import VECTOR_COST, Stage, partition_layers, single_stage
+from baton.models.stages import Stage, partition_layers, single_stage
 from baton.training.config import TrainingConfig
 
 REDUCE_BUCKET = 500_000_000
@@ -77,22 +79,6 @@ class Memory:
         return lasting + max(kept + max(self.in_hand, self.loss), self.buffers + self.recorded)
 
 
-@dataclass(frozen=True)
-class Operations:
-    """Work of one rank per optimizer step: FLOPs on matrix units and on other units, bytes read and written by the passes and by
-    the update."""
-
-    matrix: float
-    vector: float
-    memory: float
-    update: float = 0.0
-
-    @property
-    def cost(self) -> float:
-        """Total work in equivalent FLOPs on matrix units, by which stages are balanced."""
-        return self.matrix + VECTOR_COST * self.vector
-
-
 class Arithmetic:
     """Memory and work of one stage of a run. Raises ConfigError if a mixer's costs are unknown.
 
@@ -105,7 +91,9 @@ class Arithmetic:
         stage = stage or single_stage(config.model)
         assert stage.count == config.layout.pipeline
         self.model, self.training, self.layout, self.stage = config.model, config.training, config.layout, stage
-        self.layers = tuple(config.model.layers[n] for n in stage.layers)
+        every_layer = config.model.layers
+        self.layers = tuple(every_layer[n] for n in stage.layers)
+        self.alike = Counter(self.layers)  # how many layers have the same sub-blocks
         self.tensor, self.shards = self.layout.tensor, self.layout.data * self.layout.context
         self.work = Workload(
             batch=self.training.micro_batch_size,
@@ -143,20 +131,28 @@ class Arithmetic:
     @cached_property
     def parameters(self) -> tuple[ParameterDeclaration, ...]:
         """The stage's parameters, with their names in the model."""
-        model, stage, found = self.model, self.stage, []
-        tied = model.tie_embeddings
-        if stage.first:
-            # an embedding that is no head here is only looked up, so no matmul reads it
-            found.append(self._embedding(uses=int(tied and stage.last)))
-        for number, layer in zip(stage.layers, self.layers, strict=True):
+        before, behind = self._outside
+        found = [*before]
+        for number, layer in zip(self.stage.layers, self.layers, strict=True):
             for name in layer:
                 found += [replace(p, name=f"layers.{number}.{name}.{p.name}") for p in self.blocks[name].parameters]
-        if stage.last:
-            found.append(model.final_norm)
-            if model.head is not None:
-                found.append(model.head)
         # what reads a part of the tokens, or what every rank computes alike, gets a part of its gradient
-        return tuple(replace(p, partial=True) if self.work.sequence_parallel and p.split is None else p for p in found)
+        partial, every = self.work.sequence_parallel, (*found, *behind)
+        return tuple(replace(p, partial=True) if partial and p.split is None else p for p in every)
+
+    @cached_property
+    def _outside(self) -> tuple[list[ParameterDeclaration], list[ParameterDeclaration]]:
+        """Those before and those behind the layers."""
+        # an embedding that is no head here is only looked up, so no matmul reads it
+        before = [self._embedding(uses=int(self.model.tie_embeddings and self.stage.last))] if self.stage.first else []
+        behind = [p for p in (self.model.final_norm, self.model.head) if p is not None] if self.stage.last else []
+        return before, behind
+
+    @cached_property
+    def _unnamed(self) -> list[tuple[ParameterDeclaration, int]]:
+        """The same, those of layers that are alike once, with their number: a deep model has thousands."""
+        found = [(p, 1) for part in self._outside for p in part]
+        return found + [(p, n) for layer, n in self.alike.items() for name in layer for p in self.blocks[name].parameters]
 
     @cached_property
     def tied_replicas(self) -> tuple[ParameterDeclaration, ...]:
@@ -169,12 +165,12 @@ class Arithmetic:
     @cached_property
     def parameter_count(self) -> int:
         """Number of the stage's parameters over all tensor ranks."""
-        return sum(p.numel for p in self.parameters)
+        return sum(n * p.numel for p, n in self._unnamed)
 
     @cached_property
     def local_count(self) -> int:
         """Number of this rank's parameters, which it updates together with the ranks that have other tokens."""
-        return sum(p.local_numel(self.tensor) for p in self.parameters)
+        return sum(n * p.local_numel(self.tensor) for p, n in self._unnamed)
 
     @cached_property
     def _held(self) -> int:
@@ -182,7 +178,7 @@ class Arithmetic:
 
     @cached_property
     def _copied(self) -> int:
-        return sum(p.local_numel(self.tensor) for p in (*self.parameters, *self.tied_replicas) if p.uses)
+        return sum(n * p.local_numel(self.tensor) for p, n in (*self._unnamed, *((p, 1) for p in self.tied_replicas)) if p.uses)
 
     @property
     def _part(self) -> int:
@@ -222,7 +218,7 @@ class Arithmetic:
     def activations(self, *, full_recompute: bool) -> int:
         """Bytes that the forward pass saves. full_recompute: only each layer's input, and scores that are not recomputed."""
         if not full_recompute:
-            return self.around_layers + sum(self.layer_bytes(layer) for layer in self.layers)
+            return self.around_layers + sum(n * self.layer_bytes(layer) for layer, n in self.alike.items())
         # what arrived from the rank before is kept with the graph
         return self.around_layers + len(self.layers) * self.hidden_bytes + self.entering + self._decided
 

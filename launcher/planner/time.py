@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from baton.launcher.cluster import Cluster
 from baton.launcher.config import RunConfig
 from baton.launcher.planner.comm_volume import exchanges
-from baton.launcher.planner.memory import Arithmetic, Operations, of_stages
+from baton.launcher.planner.memory import Arithmetic, of_stages
+from baton.launcher.planner.operations import Operations
 from baton.launcher.planner.slow_paths import seconds_by_mixer
 
 UNCERTAINTY = (

@@ -1,5 +1,6 @@
 """The corrections of Triton's interpreter: its bfloat16 (`support.bfloat16`) equals PyTorch's bitwise, a scalar comparison can
-mask a block, a constant times a tensor is a tensor, and integers that overflow are refused (`support.interpreter`)."""
+mask a block, a constant times a tensor is a tensor, numbers are converted as PyTorch converts them, and integers that overflow are
+refused (`support.interpreter`)."""
 
 import numpy as np
 import pytest
@@ -81,6 +82,31 @@ def test_a_constant_times_a_tensor_is_a_tensor():
 def doubled(x, out, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(out + i, tl.load(x + i) * 2)
+
+
+@triton.jit
+def with_numbers(x, numbers, out, sorted_numbers, N: tl.constexpr):
+    """x: int32 [N]; numbers, sorted_numbers: float32 [N]; out: float32 [5, N]."""
+    i = tl.arange(0, N)
+    x_t, numbers_t = tl.load(x + i), tl.load(numbers + i)
+    tl.store(out + i, x_t / 4)
+    tl.store(out + N + i, 4 * numbers_t - x_t)
+    tl.store(out + 2 * N + i, 4.0 * numbers_t - 4 * x_t)
+    tl.store(out + 3 * N + i, (1 - x_t) // 4 + (x_t + True))
+    tl.store(out + 4 * N + i, (x_t.to(tl.int8) + 4).to(tl.float32))
+    tl.store(sorted_numbers + i, tl.sort(numbers_t))
+
+
+def test_numbers_beside_tensors_and_sorts_are_torchs():
+    x, numbers = torch.arange(8, dtype=torch.int32), torch.rand(8, generator=torch.Generator().manual_seed(1))
+    out, in_order = torch.empty(5, 8), torch.empty(8)
+    with_numbers[(1,)](x, numbers, out, in_order, 8)
+    # integers are divided towards zero
+    whole = (torch.div(1 - x, 4, rounding_mode="trunc") + x + 1).float()
+    expected = (x / 4, 4 * numbers - x, 4 * numbers - 4 * x, whole, x + 4.0)
+    for found, want in zip(out, expected, strict=True):
+        assert torch.equal(found, want)
+    assert torch.equal(in_order, numbers.sort().values)
 
 
 def test_integers_that_overflow_are_refused():

@@ -4,9 +4,10 @@ Tensors come in every layout that a caller may have. All of their memory is comp
 """
 
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.bounds import bounds_checked
+from support.interpreter import interpreted_quickly
 from support.recurrences import RECURRENCES, no_starts, positions, seeded
 from torch import Tensor
 
@@ -171,9 +173,10 @@ def _kernels_on_a_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def interpreter() -> None:
-    """In place of the folder's fixture of that name: checks of bounds take most of the interpreter's time, and these tests compare
-    no values. The long ones check bounds."""
+def interpreter() -> Iterator[None]:
+    """In place of the folder's fixture of that name: these tests compare no values. The long ones check bounds."""
+    with interpreted_quickly() if os.environ.get("TRITON_INTERPRET") == "1" else nullcontext():
+        yield
 
 
 ALL_LAYOUTS = (*LAYOUTS, "shared")

@@ -5,8 +5,6 @@ import torch
 from pydantic import ValidationError
 from support.compare import relative_error
 from support.recurrences import seeded
-from transformers.models.recurrent_gemma.configuration_recurrent_gemma import RecurrentGemmaConfig
-from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRecurrentBlock
 
 from baton.models.initializers import LogitOfRoot
 from baton.models.mixer import build_mixer
@@ -21,6 +19,10 @@ B, T, M, D, BLOCKS = 2, 29, 12, 20, 4
 @pytest.mark.usefixtures("single_mesh")
 def test_the_block_is_recurrent_gemmas_with_gradients():
     """The same weights, with biases of 0 in theirs that ours does not have, and GELU instead of its approximation."""
+    # here, since every process of the tests imports this file
+    from transformers.models.recurrent_gemma.configuration_recurrent_gemma import RecurrentGemmaConfig
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRecurrentBlock
+
     mixer = build_mixer(RGLRUConfig(lru_width=D, blocks=BLOCKS), MixerContext(M, 3, 1e-5, megatron_config(1), torch.float32))
     initialize_parameters(mixer, seed=1, tensor_rank=0, tensor_size=1)
     for number, p in enumerate(mixer.parameters()):

@@ -1,8 +1,12 @@
 """Embedding lookup and its gradient compared with torch's; on a CPU the GPU kernels are interpreted."""
 
+import os
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
+from support.interpreter import interpreted_quickly
 from torch import nn
 
 from baton.kernels.embedding import triton_launch as kernels
@@ -23,7 +27,8 @@ def taken(request, monkeypatch):
     if request.param == "kernels":
         monkeypatch.setattr(embeddings, "use_triton", lambda parameter: True)
         monkeypatch.setattr(embeddings, "add_rows", kernels.add_rows_triton)
-    return request.param
+    with interpreted_quickly() if os.environ.get("TRITON_INTERPRET") == "1" else nullcontext():
+        yield request.param
 
 
 def case(seed, ids=(0, ROWS)):

@@ -48,8 +48,10 @@ def asking_watched() -> Iterator[Lines]:
         """By the first argument that lies there: others may be given for what is not read."""
         left = addresses.astype(np.int64).ravel()
         for name, begin, end in spans:
+            if not left.size:
+                return
             own = (left >= begin) & (left < end)
-            yield from ((name, int(line)) for line in np.unique((left[own] - begin) // LINE))
+            yield from ((name, line) for line in set(((left[own] - begin) // LINE).tolist()))
             left = left[~own]
 
     def loading(self, ptrs, mask, other, *rest):

@@ -172,6 +172,10 @@ JITFunction._do_compile = lambda self, key, *_: self  # nothing is compiled here
 
 
 class Watched(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls):  # nothing is compiled
+        return False
+
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         given = [x for x in torch.utils._pytree.tree_leaves((arguments, options or {})) if isinstance(x, torch.Tensor)]
         made = function(*arguments, **(options or {}))
