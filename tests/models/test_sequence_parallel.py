@@ -30,7 +30,7 @@ def layer_of(mixer, tensor_rank=0, tensor_size=1):
     """A layer in float64 with the values that (seed, name) give."""
     config = model_of(mixer)
     context = MixerContext(config.d_model, 3, 1e-5, megatron_config(tensor_size), torch.float64, sequence_parallel=tensor_size > 1)
-    layer = Layer(config.layers[0], config, context)
+    layer = Layer(config.sub_blocks[0], config, context)
     initialize_parameters(layer, 7, tensor_rank, tensor_size)
     return layer.double()
 
