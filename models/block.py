@@ -103,21 +103,19 @@ class Layer(nn.ModuleDict):
     def forward(
         self, stream: Stream, pos: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Stream, State]:
-        final_state: State = {}
+        final: dict[str, State] = {}
 
         def run(name: str, x: Any, *others: Any) -> Any:
             """The module of this name, from and to its part of the layer's State."""
-            prefix = f"{name}."
-            initial = None
+            initial, prefix = None, f"{name}."
             if state is not None:
                 initial = {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
-            y, final = self[name](x, pos, initial, forward_context, *others)
-            final_state.update({f"{prefix}{key}": x for key, x in final.items()})
+            y, final[name] = self[name](x, pos, initial, forward_context, *others)
             return y
 
         for first, *others in self._sub_blocks:
             stream = run(first, stream, [partial(run, name) for name in others])
-        return stream, final_state
+        return stream, {f"{name}.{key}": x for name in self for key, x in final[name].items()}
 
     def forward_summed(self, x: Tensor, pos: Tensor, state: State | None, forward_context: ForwardContext) -> tuple[Tensor, State]:
         """`forward` from and to a stream in one tensor, so that full recomputation saves one tensor per layer."""

@@ -331,3 +331,8 @@ def test_installed_kernels_take_the_same_arguments(monkeypatch, tmp_path):
 def test_every_models_format_is_known():
     assert isinstance(family_of_model(model_of("hybrid")), BatonFamily)
     assert not isinstance(family_of_model(model_of("mamba")), BatonFamily)
+    mixers = {"attention": {"heads": 4, "head_dim": 12, "window": None}, "swiglu": {}}
+    llama, beside = (
+        ModelConfig(d_model=48, n_layers=2, vocab_size=VOCAB, pattern=[f"attention{sign}swiglu"], mixers=mixers) for sign in "+|"
+    )
+    assert (type(family_of_model(llama)).__name__, type(family_of_model(beside))) == ("Llama", BatonFamily)
