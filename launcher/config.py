@@ -5,6 +5,7 @@ to the run directory, from which the ranks read it.
 """
 
 import difflib
+import re
 import sys
 from collections.abc import Iterator
 from importlib.resources import files
@@ -298,7 +299,7 @@ def _merged_mixers(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, A
     """The base's mixers with the changes of each name; one that gets another kind begins anew, and one that a new pattern does not
     have is left out."""
     entries = [str(entry).partition("*")[0] for entry in changes.get("pattern", base.get("pattern", ()))]
-    names = {name for entry in entries for name in entry.split("+")}
+    names = {name for entry in entries for name in re.split(r"[+|]", entry)}
     merged = {name: settings for name, settings in base["mixers"].items() if "pattern" not in changes or name in names}
     for name, settings in changes["mixers"].items():
         before, kind = merged.get(name), settings.get("kind") if isinstance(settings, dict) else None

@@ -1,4 +1,5 @@
-"""A layer: a sequence of sub-blocks x + mixer(norm(x)) on the residual stream.
+"""A layer: a sequence of sub-blocks x + mixer(norm(x)) on the residual stream. Several mixers of one sub-block read the same norm,
+and what they return is added in the compute dtype.
 
 A sub-block returns the residual stream as (x, branch), whose sum is the stream: the next norm reads the stream anyway and adds the
 branch in the same kernel. With sequence parallelism, both hold this rank's part of the tokens (baton.parallel.tensor_group), and
@@ -6,8 +7,9 @@ the normalized tokens are all-gathered before the mixer, in the compute dtype.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from baton.kernels.protocol import State, StateSpec
-from baton.models.config import ModelConfig
+from baton.models.config import ModelConfig, SubBlocks, places
 from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer, build_mixer
 from baton.models.mixer_context import MixerContext
@@ -46,42 +48,74 @@ class SubBlock(nn.Module):
         self.mixer = build_mixer(config.mixers[name], context)
 
     def forward(
-        self, stream: Stream, pos: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+        self,
+        stream: Stream,
+        pos: Tensor,
+        state: State | None,
+        forward_context: ForwardContext = LOCAL,
+        others: Sequence[Callable[[Tensor], Tensor]] = (),
     ) -> tuple[Stream, State]:
+        """others: the sub-block's other mixers, from what the norm makes to what is added."""
         # cast once: each projection would cast it otherwise
         x, normed = self.norm(stream, self._compute_dtype)
         if self._split:
             normed = gather_tokens(normed, pos.shape)
         y, state = self.mixer(normed, pos, state, forward_context)
+        for other in others:
+            y = y + other(normed)
         return (x, y), state
 
 
-class Layer(nn.ModuleDict):
-    """Sub-blocks by name. The layer's State holds every sub-block's tensors under NAME.TENSOR."""
+class Branch(nn.Module):
+    """Another mixer of a sub-block: it reads the norm of the first."""
 
-    def __init__(self, names: tuple[str, ...], config: ModelConfig, context: MixerContext) -> None:
-        super().__init__({name: SubBlock(name, config, context) for name in names})
+    mixer: Mixer
+
+    def __init__(self, name: str, config: ModelConfig, context: MixerContext) -> None:
+        super().__init__()
+        self.mixer = build_mixer(config.mixers[name], context)
+
+    def forward(
+        self, normed: Tensor, pos: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
+    ) -> tuple[Tensor, State]:
+        """What the norm makes -> what is added to the stream, State."""
+        y, state = self.mixer(normed, pos, state, forward_context)
+        return y, cast(State, state)
+
+
+class Layer(nn.ModuleDict):
+    """Mixers by name: a SubBlock with the norm for the first of each sub-block, a Branch for the others. The layer's State holds
+    every mixer's tensors under NAME.TENSOR."""
+
+    def __init__(self, sub_blocks: SubBlocks, config: ModelConfig, context: MixerContext) -> None:
+        self._sub_blocks = sub_blocks
+        super().__init__({name: (SubBlock if first else Branch)(name, config, context) for name, first in places(sub_blocks)})
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
         """The State of a sequence in this layer."""
         specs = []
         for name, block in self.items():
-            specs += [dataclasses.replace(spec, name=f"{name}.{spec.name}") for spec in cast(SubBlock, block).mixer.state_specs]
+            mixer = cast(SubBlock | Branch, block).mixer
+            specs += [dataclasses.replace(spec, name=f"{name}.{spec.name}") for spec in mixer.state_specs]
         return tuple(specs)
 
     def forward(
         self, stream: Stream, pos: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Stream, State]:
-        final_state: State = {}
-        for name, block in self.items():
-            prefix = f"{name}."
-            initial = None
+        final: dict[str, State] = {}
+
+        def run(name: str, x: Any, *others: Any) -> Any:
+            """The module of this name, from and to its part of the layer's State."""
+            initial, prefix = None, f"{name}."
             if state is not None:
                 initial = {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
-            stream, final = block(stream, pos, initial, forward_context)
-            final_state.update({f"{prefix}{key}": x for key, x in final.items()})
-        return stream, final_state
+            y, final[name] = self[name](x, pos, initial, forward_context, *others)
+            return y
+
+        for first, *others in self._sub_blocks:
+            stream = run(first, stream, [partial(run, name) for name in others])
+        return stream, {f"{name}.{key}": x for name in self for key, x in final[name].items()}
 
     def forward_summed(self, x: Tensor, pos: Tensor, state: State | None, forward_context: ForwardContext) -> tuple[Tensor, State]:
         """`forward` from and to a stream in one tensor, so that full recomputation saves one tensor per layer."""
@@ -121,7 +155,7 @@ class _KeepOperatorResults(TorchDispatchMode):
 def recomputation(layers: Iterable[nn.Module], link: ContextLink | None) -> Any:
     """Contexts of the first forward pass through layers and of its recomputation, for `context_fn` of torch.utils.checkpoint."""
     link_contexts = noop_context_fn() if link is None else link.recomputation()
-    blocks = [cast(SubBlock, block) for layer in layers for block in cast(Layer, layer).values()]
+    blocks = [cast(SubBlock | Branch, block) for layer in layers for block in cast(Layer, layer).values()]
     operators = {operator for block in blocks for operator in block.mixer.recompute_keeps}
     results: list[Any] = []
     if not operators:

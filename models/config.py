@@ -1,5 +1,6 @@
 """Settings of the model: its width, and the sub-blocks of each layer. Torch-free."""
 
+import itertools
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
@@ -50,10 +51,18 @@ else:
         WrapSerializer(_written),
     ]
 
-_ENTRY = re.compile(r"^([A-Za-z]\w*(?:\+[A-Za-z]\w*)*)(?:\*([1-9]\d*))?$")
+_ENTRY = re.compile(r"^([A-Za-z]\w*(?:[+|][A-Za-z]\w*)*)(?:\*([1-9]\d*))?$")
 
 Layer = tuple[str, ...]
-"""Names of a layer's sub-blocks, in order; each is x + mixer(norm(x))."""
+"""Names of a layer's mixers, in order."""
+
+SubBlocks = tuple[tuple[str, ...], ...]
+"""The same by sub-block: x + mixer(norm(x)), or of several mixers, which read the same norm, x + the sum of their outputs."""
+
+
+def places(layer: SubBlocks) -> list[tuple[str, bool]]:
+    """A layer's names, and whether each is the first of its sub-block, which has the norm."""
+    return [(name, n == 0) for block in layer for n, name in enumerate(block)]
 
 
 def padding_to_rows(vocab_size: int, rows: int, preferred: int) -> int:
@@ -74,7 +83,8 @@ class ModelConfig(BaseModel):
         ("mamba",),
         min_length=1,
         description="layers of the model, repeated until there are n_layers: `mamba*7` is seven layers, `attention+swiglu` is one "
-        "layer with two sub-blocks. A name is a kind of mixer or a key of `mixers`",
+        "layer with two sub-blocks, and in `attention|mamba2+swiglu` the first is two mixers that read the same norm and whose "
+        "outputs are added. A name is a kind of mixer or a key of `mixers`",
     )
     mixers: dict[str, AnyMixer] = Field(
         default_factory=dict,
@@ -110,7 +120,7 @@ class ModelConfig(BaseModel):
         filled = dict(mixers)
         for entry in pattern:
             match = _ENTRY.match(entry) if isinstance(entry, str) else None
-            for name in match[1].split("+") if match else ():
+            for name in re.split(r"[+|]", match[1]) if match else ():
                 filled.setdefault(name, {})
         for name, settings in filled.items():
             if isinstance(settings, dict) and "kind" not in settings:
@@ -150,24 +160,40 @@ class ModelConfig(BaseModel):
     @property
     def period(self) -> tuple[Layer, ...]:
         """The pattern's layers, without repetition. Raises ValueError for an invalid entry."""
-        layers: list[Layer] = []
+        return tuple(tuple(itertools.chain(*layer)) for layer in self._period)
+
+    @property
+    def _period(self) -> tuple[SubBlocks, ...]:
+        layers: list[SubBlocks] = []
         for entry in self.pattern:
             match = _ENTRY.match(entry)
             if match is None:
                 raise ValueError(
-                    f"pattern: {entry!r} is not NAME, NAME*COUNT or NAME+NAME; for example [mamba*7, attention+swiglu]"
+                    f"pattern: {entry!r} is not NAME, NAME*COUNT, NAME+NAME or NAME|NAME; for example [mamba*7, attention+swiglu]"
                 )
-            layer = tuple(match[1].split("+"))
-            if len(set(layer)) != len(layer):
+            layer = tuple(tuple(block.split("|")) for block in match[1].split("+"))
+            names = list(itertools.chain(*layer))
+            if len(set(names)) != len(names):
                 raise ValueError(f"pattern: {entry!r} has a name twice; give the second one another name in mixers")
             layers += [layer] * int(match[2] or 1)
         return tuple(layers)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The sub-blocks of each of the n_layers layers."""
+        """The mixers of each of the n_layers layers."""
         period = self.period
         return tuple(period[n % len(period)] for n in range(self.n_layers))
+
+    @property
+    def sub_blocks(self) -> tuple[SubBlocks, ...]:
+        """The sub-blocks of each of the n_layers layers."""
+        period = self._period
+        return tuple(period[n % len(period)] for n in range(self.n_layers))
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether a sub-block has several mixers."""
+        return any(len(block) > 1 for layer in self._period for block in layer)
 
     @property
     def residual_adds(self) -> int:

@@ -98,7 +98,7 @@ class LanguageModel(nn.Module):
             sequence_parallel=self.sequence_parallel,
             selective_recompute=recompute == "selective",
         )
-        self.layers = nn.ModuleDict({str(n): Layer(config.layers[n], config, context) for n in self.stage.layers})
+        self.layers = nn.ModuleDict({str(n): Layer(config.sub_blocks[n], config, context) for n in self.stage.layers})
         for name, module in self.named_modules():
             if isinstance(module, Mixer):
                 module.path = name.replace(".mixer", "")

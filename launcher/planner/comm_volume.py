@@ -88,9 +88,11 @@ def _volumes_of_a_pass(one: Arithmetic) -> Counter[tuple[str, str]]:
                 volume = work.tokens * all_reduce.width * work.itemsize(all_reduce.dtype)
                 runs = 1 + again * (all_reduce.direction == "forward")
                 found[f"layers {all_reduce.direction}", "all-reduce"] += runs * volume
-        for collective in both if shared else ():
-            found["layers forward", collective] += (1 + again) * len(layer) * vectors
-            found["layers backward", collective] += len(layer) * vectors
+        # a sub-block's mixers read the same gathered tokens, and each of them sums what it returns
+        gathered, summed = len(layer), sum(map(len, layer))
+        for collective, forward, backward in (*zip(both, (gathered, summed), (summed, gathered), strict=True),) if shared else ():
+            found["layers forward", collective] += (1 + again) * forward * vectors
+            found["layers backward", collective] += backward * vectors
         # recomputation ends with the last tensor that backward needs, which goes into the layer's last sum
         found["layers forward", "reduce-scatter" if shared else "all-reduce"] -= again * vectors
     if one.stage.first:
@@ -111,8 +113,8 @@ def _volumes_of_a_survey(one: Arithmetic) -> Counter[str]:
         for all_reduce in block.all_reduces:
             if all_reduce.direction == "forward" and not (shared and all_reduce.residual):
                 found["all-reduce"] += work.tokens * all_reduce.width * work.itemsize(all_reduce.dtype)
-        for collective in ("all-gather", "reduce-scatter") if shared else ():
-            found[collective] += _vectors(one)
+        found["reduce-scatter"] += shared * _vectors(one)
+    found["all-gather"] += shared * sum(map(len, one.layers)) * _vectors(one)
     if one.stage.first:
         found["reduce-scatter" if shared else "all-reduce"] += _stream(one)
     if one.stage.last and shared:

@@ -17,8 +17,10 @@ from functools import cached_property
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.launcher.planner.operations import Operations
+from baton.models.config import SubBlocks, places
 from baton.models.settings.cost_model import MixerCosts, Workload
 from baton.models.settings.declarations import ParameterDeclaration
+from baton.models.settings.sub_block_costs import behind_norm, beside
 from baton.models.stages import Stage, partition_layers, single_stage
 from baton.training.config import TrainingConfig
 
@@ -91,7 +93,7 @@ class Arithmetic:
         stage = stage or single_stage(config.model)
         assert stage.count == config.layout.pipeline
         self.model, self.training, self.layout, self.stage = config.model, config.training, config.layout, stage
-        every_layer = config.model.layers
+        every_layer = config.model.sub_blocks
         self.layers = tuple(every_layer[n] for n in stage.layers)
         self.alike = Counter(self.layers)  # how many layers have the same sub-blocks
         self.tensor, self.shards = self.layout.tensor, self.layout.data * self.layout.context
@@ -117,14 +119,13 @@ class Arithmetic:
         """Passes from one time that the stages fill and empty to the next."""
         self.in_flight = min(stage.count - stage.index, self.passes) if self.together == 1 else 1
         """Passes whose activations are kept at once: one forward, one backward (1F1B), or one at a time."""
-        self.blocks: dict[str, MixerCosts] = {}
-        for name, settings in self.model.mixers.items():
-            if not any(name in layer for layer in self.layers):
-                continue
+        self.blocks: dict[tuple[str, bool], MixerCosts] = {}  # by name, and whether it has its sub-block's norm
+        for name, first in dict.fromkeys(place for layer in self.layers for place in places(layer)):
             try:
-                self.blocks[name] = settings.costs(self.model.d_model).behind_norm(self.model.d_model)
+                costs = self.model.mixers[name].costs(self.model.d_model)
             except ValueError as error:
                 raise ConfigError(f"model.mixers.{name}: {error}") from None
+            self.blocks[name, first] = (behind_norm if first else beside)(costs, self.model.d_model)
 
     # ------------------------------------------------------------------------------------------------------------ parameters
 
@@ -134,8 +135,8 @@ class Arithmetic:
         before, behind = self._outside
         found = [*before]
         for number, layer in zip(self.stage.layers, self.layers, strict=True):
-            for name in layer:
-                found += [replace(p, name=f"layers.{number}.{name}.{p.name}") for p in self.blocks[name].parameters]
+            for name, first in places(layer):
+                found += [replace(p, name=f"layers.{number}.{name}.{p.name}") for p in self.blocks[name, first].parameters]
         # what reads a part of the tokens, or what every rank computes alike, gets a part of its gradient
         partial, every = self.work.sequence_parallel, (*found, *behind)
         return tuple(replace(p, partial=True) if partial and p.split is None else p for p in every)
@@ -152,7 +153,7 @@ class Arithmetic:
     def _unnamed(self) -> list[tuple[ParameterDeclaration, int]]:
         """The same, those of layers that are alike once, with their number: a deep model has thousands."""
         found = [(p, 1) for part in self._outside for p in part]
-        return found + [(p, n) for layer, n in self.alike.items() for name in layer for p in self.blocks[name].parameters]
+        return found + [(p, n) for layer, n in self.alike.items() for block in self.of_layer(layer) for p in block.parameters]
 
     @cached_property
     def tied_replicas(self) -> tuple[ParameterDeclaration, ...]:
@@ -197,16 +198,15 @@ class Arithmetic:
 
     # ---------------------------------------------------------------------------------------------------------------- memory
 
-    def layer_bytes(self, layer: tuple[str, ...]) -> int:
+    def layer_bytes(self, layer: SubBlocks) -> int:
         """Bytes that autograd saves for a layer."""
-        return sum(self.blocks[name].saved_bytes(self.work) for name in layer)
+        return sum(block.saved_bytes(self.work) for block in self.of_layer(layer))
 
     @cached_property
     def around_layers(self) -> int:
-        """What is kept besides: which tokens are another tensor rank's, and numbers of d_model: the last residual stream;
-        on the last stage the gradient of what the norm makes of it, which the loss has made, in the compute type, and what
-        that norm keeps (see MixerCosts.behind_norm and saved_by_norm): on a GPU its result instead of the stream, elsewhere also
-        the normalised."""
+        """What is kept besides: which tokens are another tensor rank's, and numbers of d_model: the last residual stream; on the
+        last stage the gradient of what the norm makes of it, which the loss has made, in the compute type, and what that norm
+        keeps (see behind_norm and saved_by_norm): on a GPU its result instead of the stream, elsewhere also the normalised."""
         work, stage = self.work, self.stage
         integers = 8 + 1 if self.tensor > 1 and stage.first else 0
         compute = work.itemsize("compute") * self.model.d_model
@@ -255,13 +255,13 @@ class Arithmetic:
         there, and the next one."""
         return self.hidden_bytes * (int(not self.stage.first) + 2 * int(not self.stage.last))
 
-    def of_layer(self, layer: tuple[str, ...]) -> list[MixerCosts]:
-        """The sub-blocks of a layer."""
-        return [self.blocks[name] for name in layer]
+    def of_layer(self, layer: SubBlocks) -> list[MixerCosts]:
+        """The mixers of a layer, with the norms of its sub-blocks."""
+        return [self.blocks[place] for place in places(layer)]
 
     @property
     def every_block(self) -> list[MixerCosts]:
-        """The sub-blocks of all layers."""
+        """The mixers of all layers, with the norms."""
         return [block for layer in self.layers for block in self.of_layer(layer)]
 
     @property

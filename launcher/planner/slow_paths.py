@@ -72,11 +72,11 @@ def seconds_by_mixer(one: Arithmetic, memory_bandwidth_tb_s: float) -> dict[str,
     """Of one stage's ranks in an optimizer step, surveys and recomputation included."""
     found: dict[str, float] = {}
     forwards = one.passes * (1 + int(one.training.recompute == "full")) + one.surveys
-    for name, block in one.blocks.items():
+    for (name, _), block in one.blocks.items():
         if (eager := _eager(block)) is not None:
             forward, backward = eager.seconds(one.work.batch, one.tensor, memory_bandwidth_tb_s)
             each = one.work.length * (forwards * forward + one.passes * backward)
-            found[name] = each * sum(layer.count(name) for layer in one.layers)
+            found[name] = each * sum(block.count(name) for layer in one.layers for block in layer)
     return found
 
 

@@ -72,7 +72,8 @@ def convert(
     if target not in TARGETS:
         raise InterchangeError(f"there is no conversion to {target}; known: {', '.join(TARGETS)}")
     names = {name for name, settings in model.mixers.items() if settings.kind == "attention"}
-    if len(model.period) != 1 or len(model.period[0]) != 2 or len(names) != 1 or model.period[0][0] not in names:
+    one = len(model.period) == 1 and len(model.period[0]) == 2 and not model.is_parallel
+    if not one or len(names) != 1 or model.period[0][0] not in names:
         raise InterchangeError("only a model whose layers are all attention and a MLP is converted")
     (name,) = names
     attention, mlp = model.mixers[name], model.period[0][1]

@@ -22,6 +22,7 @@ class Family(ABC):
         float32_only: ends of names whose tensors stay float32 in an export of a lower precision, for the recurrences' sake.
         embedding, final_norm, head: names of tensors outside the layers.
         final_norm_offset: what is added to that norm's weight.
+        parallel: whether it has sub-blocks of several mixers.
     """
 
     library: ClassVar[str]
@@ -33,6 +34,7 @@ class Family(ABC):
     final_norm: ClassVar[str]
     final_norm_offset: ClassVar[float] = 0.0
     head: ClassVar[str] = "lm_head.weight"
+    parallel: ClassVar[bool] = False
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         """Whether a config.json is of this family."""

@@ -54,7 +54,7 @@ def family_of_model(model: ModelConfig, weights: Mapping[str, Tensor] | None = N
     """The family in whose format a model can be written. weights: by Baton's names; None: weights that every format of such models
     has. Raises InterchangeError where there is none."""
     for family in FAMILIES:
-        if family.fits(model) and (weights is None or family.holds(model, weights)):
+        if (family.parallel or not model.is_parallel) and family.fits(model) and (weights is None or family.holds(model, weights)):
             return family
     kinds = ", ".join(dict.fromkeys(settings.kind for settings in model.mixers.values()))
     raise InterchangeError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from baton.models.settings.all_reduces import AllReduce, all_reduces_of
-from baton.models.settings.declarations import Dtype, ParameterDeclaration, StateDeclaration, prefixed, sub_block_norm
+from baton.models.settings.declarations import Dtype, ParameterDeclaration, StateDeclaration, prefixed
 from baton.models.settings.eager import Eager
 
 # Copies of constants in kernels/, mostly tokens per chunk, because importing them imports torch. tests/launcher/test_plan.py
@@ -312,23 +312,6 @@ class MixerCosts:
                 seen = window - window * (window - 1) / (2 * sequence_length)
             pairs += 4 * width * seen
         return self.matrix_flops + pairs, float(self.vector_flops)
-
-    def behind_norm(self, d_model: int) -> "MixerCosts":
-        """A copy that includes the norm of the sub-block x + mixer(norm(x)). The norm's GPU kernel saves only its output. That is
-        the mixer's input and already counted, except with sequence parallelism, where the mixer's input is the gathered output."""
-        return replace(
-            self,
-            parameters=(sub_block_norm(d_model), *prefixed("mixer", self.parameters)),
-            saved=(
-                SavedTensor("norm input", d_model, "float32", split=False, residual_stream=True, device="cpu"),
-                SavedTensor(
-                    "norm result", d_model, "compute", split=False, residual_stream=True, device="gpu", sequence_parallel=True
-                ),
-                SavedTensor("norm scale", 1, "float32", split=False, residual_stream=True),
-                SavedTensor("norm normalised", d_model, "float32", split=False, residual_stream=True, device="cpu"),
-                *self.saved,
-            ),
-        )
 
 
 def saved_by_norm(name: str, width: int, *, rows: int) -> tuple[SavedTensor, ...]:

@@ -24,10 +24,9 @@ pytestmark = pytest.mark.gpu
 
 def shortest(model: ModelConfig) -> ModelConfig:
     """With one layer of each kind that the model has, and a small vocabulary."""
-    layers = list(dict.fromkeys(model.layers))
-    return ModelConfig(
-        **model.model_dump() | {"n_layers": len(layers), "pattern": ["+".join(layer) for layer in layers], "vocab_size": 512}
-    )
+    layers = list(dict.fromkeys(model.sub_blocks))
+    pattern = ["+".join(map("|".join, layer)) for layer in layers]
+    return ModelConfig(**model.model_dump() | {"n_layers": len(layers), "pattern": pattern, "vocab_size": 512})
 
 
 def narrowest_and_widest():

@@ -1,4 +1,5 @@
-"""Mamba compared with Hugging Face transformers: the same weights give the same logits and gradients."""
+"""Mamba, and layers of attention beside Mamba-2, compared with Hugging Face transformers: the same weights give the same logits and
+gradients."""
 
 import pytest
 import torch
@@ -89,3 +90,73 @@ def test_decoding_from_our_state_continues_their_sequence(pair):
         for t in range(11, 20):
             hidden, states = ours(tokens[:, t : t + 1], torch.full((2, 1), t, dtype=torch.int32), states)
             assert relative_error(ours.logits(hidden)[:, 0], expected[:, t]) <= 1e-5
+
+
+def test_attention_beside_mamba2_is_falcon_h1s_layer(single_mesh):
+    """Falcon-H1 with its norm behind the gate and multipliers of 1, two groups of B and C, two query heads for each key head."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    width, heads, groups, dim, inner, states, hidden = 48, 4, 2, 12, 96, 8, 64
+    mixers = {
+        "attention": {"heads": heads, "kv_heads": groups, "head_dim": dim, "window": None, "rope_theta": 100.0},
+        "mamba2": {"expand": 2, "head_dim": 16, "d_state": states, "n_groups": groups},
+        "swiglu": {"hidden": hidden},
+    }
+    config = ModelConfig(d_model=width, n_layers=2, vocab_size=64, pattern=["attention|mamba2+swiglu"], mixers=mixers)
+    ours = LanguageModel(config)
+    initialize_parameters(ours, seed=0, tensor_rank=0, tensor_size=1)
+    sizes = {"mamba_d_ssm": inner, "mamba_n_heads": inner // 16, "mamba_d_head": 16, "mamba_d_state": states}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": hidden, "hidden_size": width}
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    norms = {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
+    settings = {"num_hidden_layers": 2, "vocab_size": 64, "mamba_n_groups": groups, "mamba_chunk_size": 8, "rope_parameters": rope}
+    whole = FalconH1Config(**sizes, **norms, **settings, tie_word_embeddings=True, attn_implementation="eager")
+    theirs = FalconH1ForCausalLM(whole).eval()
+
+    def as_theirs(p):
+        """Our parameters, or their gradients, under their names."""
+        found = {"model.embed_tokens.weight": p["embedding.weight"], "model.final_layernorm.weight": p["norm.weight"]}
+        for number in range(2):
+            place, at = f"model.layers.{number}", f"layers.{number}"
+            found[f"{place}.input_layernorm.weight"] = p[f"{at}.attention.norm.weight"]
+            found[f"{place}.pre_ff_layernorm.weight"] = p[f"{at}.swiglu.norm.weight"]
+            qkv = p[f"{at}.attention.mixer.in_proj.weight"].split([heads * dim, groups * dim, groups * dim])
+            found |= {f"{place}.self_attn.{name}_proj.weight": x for name, x in zip("qkv", qkv, strict=True)}
+            found[f"{place}.self_attn.o_proj.weight"] = p[f"{at}.attention.mixer.out_proj.weight"]
+            found |= {f"{place}.mamba.{name}": x for name, x in mamba2_as_theirs(p, f"{at}.mamba2.mixer.").items()}
+            mlp = p[f"{at}.swiglu.mixer.in_proj.weight"].split(hidden)
+            found |= {f"{place}.feed_forward.{name}_proj.weight": x for name, x in zip(("gate", "up"), mlp, strict=True)}
+            found[f"{place}.feed_forward.down_proj.weight"] = p[f"{at}.swiglu.mixer.out_proj.weight"]
+        return found
+
+    def mamba2_as_theirs(p, at):
+        """They fuse z, x, B, C and dt, and have all groups' B in front of all groups' C."""
+        z, x, dt, bc = p[f"{at}in_proj.weight"].split([inner, inner, inner // 16, 2 * groups * states])
+
+        def by_kind(x):
+            return torch.cat((*x.split(states)[::2], *x.split(states)[1::2]))
+
+        return {
+            "in_proj.weight": torch.cat((z, x, by_kind(bc), dt)),
+            "conv1d.weight": torch.cat((p[f"{at}conv_weight"], by_kind(p[f"{at}bc_conv_weight"]))).unsqueeze(1),
+            "conv1d.bias": torch.cat((p[f"{at}conv_bias"], by_kind(p[f"{at}bc_conv_bias"]))),
+            **{name: p[f"{at}{name}"] for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")},
+        }
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    weights = as_theirs({name: p.detach() for name, p in ours.named_parameters()})
+    assert weights.keys() == dict(theirs.named_parameters()).keys()
+    theirs.load_state_dict(weights, strict=False)
+    tokens = torch.randint(1, 64, (2, 50))  # 0 is their padding, without a gradient
+    hidden_vectors, _ = ours(tokens, torch.arange(50, dtype=torch.int32).expand(2, -1))
+    logits, expected = ours.logits(hidden_vectors), theirs(tokens, use_cache=False).logits
+    assert relative_error(logits, expected) <= 1e-5
+    cotangent = torch.randn_like(expected)
+    logits.backward(cotangent)
+    expected.backward(cotangent)
+    grads = as_theirs({name: p.grad for name, p in ours.named_parameters()})
+    for name, p in theirs.named_parameters():
+        assert relative_error(grads[name], p.grad) <= 2e-5, name

@@ -242,6 +242,10 @@ SIZES = {
     "nemotron-h-1.3b": (
         15 * (mamba2(2048, 8) + swiglu(2048, 7168)) + 3 * attention(2048, 16, 128, 4) + 2 * 32000 * 2048 + 2048, 1300,
     ),
+    # attention and Mamba-2 share a norm
+    "falcon-h1-1.5b": (
+        24 * (attention(2048, 8, 128, 2) + mamba2(2048, 1, N=256) - 2048 + swiglu(2048, 3328)) + 2 * 65536 * 2048 + 2048, 1500,
+    ),
     "bmojo-hybrid-130m": (17 * (mamba(768) + attention(768, 12, 64)) + 32000 * 768 + 768, 130),
     "bmojo-hybrid-370m": (31 * (mamba(1024) + attention(1024, 16, 64)) + 32000 * 1024 + 1024, 370),
     "bmojo-hybrid-1.4b": (31 * (mamba(2048) + attention(2048, 32, 64)) + 32000 * 2048 + 2048, 1400),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -42,7 +43,7 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "static B, fixed gates, bias": ["mamba", "gsa", "kda"],
     "time-invariant, abc, learned bounds": ["mamba", "gsa", "hgrn2"],
     "hybrid": ["mamba", "lattice+swiglu", "bmojo"],
-    "another hybrid": ["gated_delta_net*2", "attention+swiglu"],
+    "another hybrid": ["gated_delta_net*2", "attention|mamba2+swiglu"],
     "value residual": ["first+channel_mix", "rwkv7+channel_mix*2"],
 }
 pytestmark = pytest.mark.usefixtures("remote_code")
@@ -83,7 +84,7 @@ VOCAB = 61
 
 
 def model_of(case):
-    names = {name: None for entry in CASES[case] for name in entry.split("*")[0].split("+")}
+    names = {name: None for entry in CASES[case] for name in re.split(r"[+|]", entry.split("*")[0])}
     settings = SETTINGS.get(case, {})
     own = {name: settings if len(names) == 1 else settings.get(name, {}) for name in names}
     mixers = {name: kinds()[own[name].get("kind", name)].small().model_dump() | own[name] for name in names}
@@ -330,3 +331,8 @@ def test_installed_kernels_take_the_same_arguments(monkeypatch, tmp_path):
 def test_every_models_format_is_known():
     assert isinstance(family_of_model(model_of("hybrid")), BatonFamily)
     assert not isinstance(family_of_model(model_of("mamba")), BatonFamily)
+    mixers = {"attention": {"heads": 4, "head_dim": 12, "window": None}, "swiglu": {}}
+    llama, beside = (
+        ModelConfig(d_model=48, n_layers=2, vocab_size=VOCAB, pattern=[f"attention{sign}swiglu"], mixers=mixers) for sign in "+|"
+    )
+    assert (type(family_of_model(llama)).__name__, type(family_of_model(beside))) == ("Llama", BatonFamily)

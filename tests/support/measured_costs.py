@@ -87,6 +87,8 @@ ZERO = (0, 1, 2)
 SPANS = 4
 # ranks that share a residual stream, whose number does not divide the tokens, in layers of two sub-blocks and of one
 SHARED = ("mamba2", "gla", "bmojo", "mamba", "lattice")
+PARALLEL = ("gla", "bmojo")
+"""Mixers that share a sub-block with the MLP, where there is one."""
 SHARED_BY = {"tensor": 4, "sequence_parallel": True}
 # precision, and whether layers are run again: of what ranks that share it exchange
 SHARED_WITH = [("float32", "none"), ("bfloat16", "full")]
@@ -127,13 +129,13 @@ def run_of(
     sequence_length=SEQUENCE_LENGTH, mlp=False,
     bptt=None, **layout,
 ):  # fmt: skip
-    """A run of two layers of the variant's small mixer. mlp: the first has an MLP behind it. bptt: a name of BPTT."""
+    """A run of two layers of the variant's small mixer. mlp: the first has an MLP behind it, or beside it. bptt: a name of BPTT."""
     kind, changes = VARIANTS[variant]
     mixers = {kind: kinds()[kind].small().model_copy(update=changes).model_dump()}
     model = {"d_model": SMALL_WIDTH, "n_layers": 2, "vocab_size": 64, "pattern": [kind], "mixers": mixers, "loss_chunk": 32}
     if mlp:
         mixers["swiglu"] = kinds()["swiglu"].small().model_dump()
-        model["pattern"] = [f"{kind}+swiglu", kind]
+        model["pattern"] = [f"swiglu|{kind}" if variant in PARALLEL else f"{kind}+swiglu", kind]
     training = {
         "steps": 1,
         "sequence_length": sequence_length,

@@ -1,5 +1,6 @@
 """Small models and batches for distributed tests and their one-process references."""
 
+import re
 from functools import cache
 
 import torch
@@ -50,13 +51,13 @@ OPTIONS = {
 
 
 def model_of(mixer):
-    """A small model of the mixer's `small` settings (`MixerConfig.small`). "hybrid": layers with several sub-blocks and an untied
-    head. Or a name in OPTIONS."""
+    """A small model of the mixer's `small` settings (`MixerConfig.small`). "hybrid": a layer with several sub-blocks, of which one
+    has two mixers, and an untied head. Or a name in OPTIONS."""
     if mixer == "mamba":
         return MODEL
     options = OPTIONS.get(mixer, {})
-    pattern = ["mamba+swiglu", "longhorn"] if mixer == "hybrid" else list(options) or [mixer]
-    names = [name for entry in pattern for name in entry.split("+")]
+    pattern = ["mamba|attention+swiglu", "longhorn"] if mixer == "hybrid" else list(options) or [mixer]
+    names = [name for entry in pattern for name in re.split(r"[+|]", entry)]
     changes = {"d_model": SMALL_WIDTH, "pattern": pattern, "tie_embeddings": mixer != "hybrid"}
     mixers = {
         name: kinds()[options.get(name, {}).get("kind", name)].small().model_copy(update=options.get(name, {})) for name in names

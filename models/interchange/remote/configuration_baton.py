@@ -6,12 +6,12 @@ from transformers import PretrainedConfig
 
 
 class BatonConfig(PretrainedConfig):
-    """A stack of layers, each of named sub-blocks x + mixer(norm(x)).
+    """A stack of layers, each of sub-blocks x + mixer(norm(x)), or of several mixers, x + the sum of what they make of norm(x).
 
     Args:
         vocab_size, hidden_size: rows and columns of the embedding.
-        layers: the sub-blocks' names of each layer.
-        mixers: by name of a sub-block: its `kind`, its settings, and `parameters`, their shapes by name.
+        layers: the sub-blocks of each layer: the mixers' names, joined by "|".
+        mixers: by name: its `kind`, its settings, and `parameters`, their shapes by name.
         norm_eps: added to the mean square in every RMSNorm.
         tie_word_embeddings: whether the head is the embedding.
     """

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from baton.models.config import ModelConfig
+from baton.models.config import ModelConfig, places
 from baton.models.interchange.family import Family, parameters, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
 from baton.models.settings import kinds
@@ -37,6 +37,7 @@ class BatonFamily(Family):
     embedding = "embedding.weight"
     final_norm = "norm.weight"
     head = "head.weight"
+    parallel = True
 
     def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(required(config, "baton"))
@@ -50,7 +51,7 @@ class BatonFamily(Family):
             **self.sizes(model),
             "auto_map": AUTO,
             "norm_eps": model.norm_eps,
-            "layers": [list(names) for names in model.layers],
+            "layers": [["|".join(names) for names in layer] for layer in model.sub_blocks],
             "mixers": mixers,
             "baton": model.model_dump(mode="json"),
         }
@@ -59,9 +60,10 @@ class BatonFamily(Family):
         return {settings.kind for settings in model.mixers.values()} <= set(kinds())
 
     def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
-        for name in model.layers[number]:
+        for name, first in places(model.sub_blocks[number]):
             place = f"layers.{number}.{name}"
-            yield one(f"{place}.norm.weight", f"{place}.norm.weight", model.d_model)
+            if first:
+                yield one(f"{place}.norm.weight", f"{place}.norm.weight", model.d_model)
             for key, shape, _ in parameters(model.mixers[name], model.d_model):
                 yield one(f"{place}.mixer.{key}", f"{place}.mixer.{key}", *shape)
 

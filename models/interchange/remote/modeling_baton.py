@@ -1,6 +1,8 @@
 """A language model trained with Baton, for transformers. Its cache is the recurrent State of every layer."""
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import add
 from typing import Any, cast
 
 import torch
@@ -65,22 +67,23 @@ class Norm(nn.Module):
 
 
 class BatonBlock(nn.Module):
-    """mixer(norm(x)), to be added to x."""
+    """mixer(norm(x)), to be added to x. Of a sub-block's mixers the first has the norm."""
 
-    def __init__(self, config: BatonConfig, name: str) -> None:
+    def __init__(self, config: BatonConfig, name: str, first: bool) -> None:
         super().__init__()
         self.settings, self.eps = config.mixers[name], config.norm_eps
-        self.norm = Norm(config)
+        self.norm = Norm(config) if first else None
         self.mixer = Parameters(self.settings["parameters"])
 
     def forward(
         self, x: Tensor, pos: Tensor, state: State | None, dtype: torch.dtype, shared: dict[str, Tensor]
-    ) -> tuple[Tensor, State]:
-        """x [batch, tokens, width] in float32; dtype: of the mixer's matrix products; shared: what layers hand on in this pass."""
-        normed = self.norm(x).to(dtype)
+    ) -> tuple[Tensor, Tensor, State]:
+        """norm(x), the mixer's output and State. x [batch, tokens, width]: in float32, or for a mixer that is not the first norm(x)
+        itself; dtype: of the mixer's matrix products; shared: what layers hand on in this pass."""
+        normed = x if self.norm is None else self.norm(x).to(dtype)
         parameters = dict(self.mixer.named_parameters())
         settings = {**self.settings, "shared": shared}
-        return MIXERS[self.settings["kind"]](parameters, settings, normed, pos, state, self.eps)
+        return normed, *MIXERS[self.settings["kind"]](parameters, settings, normed, pos, state, self.eps)
 
 
 class BatonForCausalLM(PreTrainedModel, GenerationMixin):
@@ -107,7 +110,10 @@ class BatonForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: BatonConfig) -> None:
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(nn.ModuleDict({name: BatonBlock(config, name) for name in names}) for names in config.layers)
+        self.layers = nn.ModuleList()
+        for blocks in config.layers:
+            places = [(name, n == 0) for names in blocks for n, name in enumerate(names.split("|"))]
+            self.layers.append(nn.ModuleDict({name: BatonBlock(config, name, first) for name, first in places}))
         self.norm = Norm(config)
         if not config.tie_word_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -149,10 +155,14 @@ class BatonForCausalLM(PreTrainedModel, GenerationMixin):
         dtype, states = self.embedding.weight.dtype, {}
         shared: dict[str, Tensor] = {}
         for number, layer in enumerate(self.layers):
-            for name, block in cast(nn.ModuleDict, layer).items():
-                place = f"{number}.{name}"
-                y, states[place] = block(x, pos, None if past is None else past.states[place], dtype, shared)
-                x = x + y
+            for names in self.config.layers[number]:
+                given, outputs = x, []
+                for name in names.split("|"):
+                    place = f"{number}.{name}"
+                    block, state = cast(nn.ModuleDict, layer)[name], None if past is None else past.states[place]
+                    given, y, states[place] = block(given, pos, state, dtype, shared)
+                    outputs.append(y)
+                x = x + reduce(add, outputs)
         hidden = self.norm(x[:, -logits_to_keep:]).to(dtype)
         logits = precise(F.linear(hidden, self.embedding.weight if self.config.tie_word_embeddings else self.head.weight))
         loss = None
