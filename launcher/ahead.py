@@ -18,6 +18,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from baton.kernels.compile import assembler
 from baton.launcher.config import RunConfig
 from baton.launcher.devices import kind_here
 from baton.training.monitoring import heartbeat
@@ -94,7 +95,9 @@ def listing(config: RunConfig) -> Path:
     made_from: list[Any] = [getattr(config, name).model_dump(mode="json") for name in ("model", "data", "training", "layout")]
     # the cache holds whole paths, so one that was moved is none
     made_from += [version("triton"), version("torch"), sorted(_gpus()), str(_cache())]
-    made_from += sorted(item for item in os.environ.items() if item[0].startswith(SETTINGS) and item[0] != "TRITON_CACHE_DIR")
+    made_from.append(assembler.named_or_installed())
+    others = ("TRITON_CACHE_DIR", assembler.SETTING)
+    made_from += sorted(item for item in os.environ.items() if item[0].startswith(SETTINGS) and item[0] not in others)
     digest = hashlib.sha256(json.dumps(made_from).encode())
     root = Path(__file__).resolve().parent.parent
     for package in PACKAGES:

@@ -9,8 +9,9 @@ the output and with its key for what it replaces. So the gradients along x are t
 per head: q with dy, and the key with -beta dr, where dr is the gradient of u / beta (see `delta_rule.wy_backward_kernels`). They
 include those of the log-decays.
 
-If ALTERNATE, each token reads once, with its query: those at even places for what they replace, those at odd places for the output
-(`generalized_delta_rule.chunk_launch`). Then one query head per head is enough. Chunks begin at even places.
+If ALTERNATE, each token reads once, with its query: those at even places for what they replace, with a beta of 1, those at odd
+places for the output (`generalized_delta_rule.chunk_launch`). Then one tensor has what all read of the state that enters. Chunks
+begin at even places; v and dy have the tokens at odd places alone, those at even ones are zeros.
 
 The walks over chunks read keys and queries with their decays to or from the chunk's ends, in which documents' starts are zeros
 (`channel_prepare_kernel`). Of decays they know one number per channel and chunk.
@@ -45,13 +46,23 @@ from baton.kernels.gated_linear_attention.triton_common import (
 
 
 @triton.jit
+def load_values(base, n, i, row, y, left, Y: tl.constexpr, ALTERNATE: tl.constexpr, C: tl.constexpr):
+    """Tokens i of chunk n of v or dy, columns y; zeros from token `left` on and, if ALTERNATE, at even places."""
+    if ALTERNATE:
+        inside = ((i % 2 == 1) & (i < left))[:, None] & (y < Y)[None, :]
+        return tl.load(base + n * (C // 2) * row + (i // 2)[:, None].to(tl.int64) * row + y[None, :], mask=inside, other=0.0)
+    else:
+        return load_tokens(base + n * C * row, i, row, y, left, Y)
+
+
+@triton.jit
 def channel_prepare_kernel(
     q, k, g, pos, sums, read_q, read_a, written, whole, T, scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, g_batch, g_row, g_head,
-    X: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, ALTERNATE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    X: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
-    """Gates' sums from each chunk's begin; what of q, with the scale, and of what reads for values that are replaced is read of the
-    state that enters a chunk; what of k reaches the chunk's end, all [B, T, H, X]; and what is left behind a chunk of what entered,
+    """Gates' sums from each chunk's begin; what of q, with the scale, and of k, for values that are replaced, is read of the state
+    that enters a chunk; what of k reaches the chunk's end, all [B, T, H, X]; and what is left behind a chunk of what entered,
     [B, H, N, X]."""
     n, bh = tl.program_id(0), tl.program_id(2)
     b, h = (bh // H).to(tl.int64), bh % H
@@ -65,8 +76,7 @@ def channel_prepare_kernel(
     q_x = load_tokens(q + b * q_batch + h * q_head, t, q_row, x, T, X)
     store_tokens(read_q + to, t, H * X, x, T, X, q_x.to(tl.float32) * since * scale)
     k_x = load_tokens(k + b * k_batch + h * k_head, t, k_row, x, T, X).to(tl.float32)
-    a_x = tl.where((t % 2 == 0)[:, None], q_x.to(tl.float32), 0.0) if ALTERNATE else k_x
-    store_tokens(read_a + to, t, H * X, x, T, X, a_x * since)
+    store_tokens(read_a + to, t, H * X, x, T, X, k_x * since)
     total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], summed, 0.0), 0)
     at_last = last_token(at, C)
     store_tokens(written + to, t, H * X, x, T, X, k_x * decay_to_end(summed, total[None, :], at_last, C, HAS_POS))
@@ -134,8 +144,8 @@ def channel_inverse_kernel(
 def channel_u_kernel(
     read_a, written, whole, v, beta, inverse, first, u, states, last, T, chunks, piece,
     v_batch, v_row: tl.constexpr, v_head, beta_batch, beta_row: tl.constexpr, beta_head,
-    X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, HAS_FIRST: tl.constexpr,
-    KEEP: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, HAS_FIRST: tl.constexpr, KEEP: tl.constexpr,
+    ALTERNATE: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """As `delta_rule.wy_forward_kernels.wy_u_kernel`: u, the states and the last one if KEEP, else what each piece does to the
     state."""
@@ -163,12 +173,13 @@ def channel_u_kernel(
         n = tl.cast(step, tl.int64)
         begin, left = n * C, T - step * C
         a_x = load_tokens(read_a + begin * (H * X), i, H * X, x, left, X)
-        v_t = load_tokens(v + begin * v_row, i, v_row, y, left, Y).to(tl.float32)
+        v_t = load_values(v, n, i, v_row, y, left, Y, ALTERNATE, C).to(tl.float32)
         beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
         low = round_operand(S, DOT_DTYPE)
         if KEEP:
             tl.store(states + n * (X * Y) + where, low.to(states.dtype.element_ty), mask=inside)
-        missed = v_t - dot(a_x, low, DOT_DTYPE)
+        known = dot(a_x, low, DOT_DTYPE)
+        missed = v_t - (tl.where((i % 2 == 0)[:, None], known, 0.0) if ALTERNATE else known)
         u_t = apply_inverse(inverse + n * PLANES * (C * C), square, beta_t[:, None] * missed, False, DOT_DTYPE, C)
         S *= tl.load(whole + n * X + x, mask=x < X, other=0.0)[:, None]
         S += dot(tl.trans(load_tokens(written + begin * (H * X), i, H * X, x, left, X)), u_t, DOT_DTYPE)
@@ -186,7 +197,7 @@ def channel_u_backward_kernel(
     read_q, read_a, written, whole, beta, dy, scores, inverse, arriving, dr, cotangents, dfirst, T, chunks, piece, scale,
     beta_batch, beta_row: tl.constexpr, beta_head, dy_batch, dy_row: tl.constexpr, dy_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, KEEP: tl.constexpr,
-    DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    ALTERNATE: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """As `delta_rule.wy_backward_kernels.wy_u_backward_kernel`: dr [B, T, H, Y] and the cotangents of the state behind each chunk
     and of the first if KEEP, else of what enters each piece with nothing arriving."""
@@ -215,7 +226,7 @@ def channel_u_backward_kernel(
         n = tl.cast(behind - 1 - step, tl.int64)
         begin = n * C
         left = T - (behind - 1 - step) * C
-        dy_t = load_tokens(dy + begin * dy_row, i, dy_row, y, left, Y)
+        dy_t = load_values(dy, n, i, dy_row, y, left, Y, ALTERNATE, C)
         beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
         low = round_operand(dS, DOT_DTYPE)
         if KEEP:
@@ -224,9 +235,13 @@ def channel_u_backward_kernel(
         du += dot(tl.trans(tl.load(scores + n * (C * C) + square)), dy_t, DOT_DTYPE) * scale
         dr_t = apply_inverse(inverse + n * PLANES * (C * C), square, du, True, DOT_DTYPE, C)
         dS *= tl.load(whole + n * X + x, mask=x < X, other=0.0)[:, None]
-        dS += dot(tl.trans(load_tokens(read_q + begin * (H * X), i, H * X, x, left, X)), dy_t, DOT_DTYPE)
         a_x = load_tokens(read_a + begin * (H * X), i, H * X, x, left, X)
-        dS -= dot(tl.trans(a_x), beta_t[:, None] * dr_t, DOT_DTYPE)
+        grad_v = beta_t[:, None] * dr_t
+        if ALTERNATE:
+            dS += dot(tl.trans(a_x), tl.where((i % 2 == 0)[:, None], -grad_v, dy_t.to(tl.float32)), DOT_DTYPE)
+        else:
+            dS += dot(tl.trans(load_tokens(read_q + begin * (H * X), i, H * X, x, left, X)), dy_t, DOT_DTYPE)
+            dS -= dot(tl.trans(a_x), grad_v, DOT_DTYPE)
         if KEEP:
             store_tokens(dr + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, dr_t)
     if KEEP:
@@ -239,12 +254,10 @@ def channel_u_backward_kernel(
 def channel_pairs_kernel(
     dy, u, dr, beta, pos, pairs, ry, dv, dbeta, T, chunks, scale,
     dy_batch, dy_row, dy_head, beta_batch, beta_row, beta_head,
-    Y: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, ALTERNATE: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr,
-    BY: tl.constexpr,
+    Y: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """What gated linear attention's gradients are made of, with two query heads: ry [B, T, 2 H, Y], scale dy and -beta dr, and its
-    products with u, pairs [B, 2 H, N, C, C]. Then dv [B, T, H, Y] and dbeta [B, T, H], where beta is not 0. If ALTERNATE, of the
-    two heads the one with which a token reads, and no dbeta."""
+    products with u, pairs [B, 2 H, N, C, C]. Then dv [B, T, H, Y] and dbeta [B, T, H], where beta is not 0."""
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     i, begin, left = tl.arange(0, C), (n * C).to(tl.int64), T - n * C
@@ -253,8 +266,6 @@ def channel_pairs_kernel(
     beta_t = tl.load(beta + b * beta_batch + h * beta_head + (begin + i) * beta_row, mask=i < left, other=0.0).to(tl.float32)
     over_q = tl.zeros([C, C], tl.float32)
     over_a = tl.zeros([C, C], tl.float32)
-    HEADS: tl.constexpr = 1 if ALTERNATE else 2
-    replaces = (i % 2 == 0)[:, None]
     for y0 in range(0, Y, BY):
         y = y0 + tl.arange(0, BY)
         u_y = load_tokens(u + of_rows * Y, i, H * Y, y, left, Y)
@@ -264,25 +275,18 @@ def channel_pairs_kernel(
         over_a += dot(dr_y, tl.trans(u_y), DOT_DTYPE)
         grad_v = beta_t[:, None] * dr_y.to(tl.float32)
         store_tokens(dv + of_rows * Y, i, H * Y, y, left, Y, grad_v)
-        to, of_q = ry + of_rows * (HEADS * Y), dy_y.to(tl.float32) * scale
-        if ALTERNATE:
-            store_tokens(to, i, H * Y, y, left, Y, tl.where(replaces, -grad_v, of_q))
-        else:
-            store_tokens(to, i, 2 * H * Y, y, left, Y, of_q)
-            store_tokens(to + Y, i, 2 * H * Y, y, left, Y, -grad_v)
+        to = ry + of_rows * (2 * Y)
+        store_tokens(to, i, 2 * H * Y, y, left, Y, dy_y.to(tl.float32) * scale)
+        store_tokens(to + Y, i, 2 * H * Y, y, left, Y, -grad_v)
     square = i[:, None] * C + i[None, :]
-    to = pairs + ((b * H + h) * HEADS * chunks + n) * (C * C) + square
+    to = pairs + ((b * H + h) * 2 * chunks + n) * (C * C) + square
     seen = causal_mask(load_positions(pos + b * T + begin, i, left, HAS_POS), C, HAS_POS)
     before = seen & (i[:, None] > i[None, :])
-    of_q, of_a = tl.where(seen, over_q * scale, 0.0), tl.where(before, -beta_t[:, None] * over_a, 0.0)
-    if ALTERNATE:
-        tl.store(to, tl.where(replaces, of_a, of_q).to(pairs.dtype.element_ty))
-    else:
-        tl.store(to, of_q.to(pairs.dtype.element_ty))
-        tl.store(to + chunks * (C * C), of_a.to(pairs.dtype.element_ty))
-        # beta multiplies what u / beta is; where there is no quotient, `channel_dbeta_zero_kernel` comes after this one
-        times_beta = tl.sum(tl.where(i[:, None] == i[None, :], over_a, 0.0), 1)
-        tl.store(dbeta + of_rows + i * H, times_beta / tl.where(beta_t == 0.0, 1.0, beta_t), mask=i < left)
+    tl.store(to, tl.where(seen, over_q * scale, 0.0).to(pairs.dtype.element_ty))
+    tl.store(to + chunks * (C * C), tl.where(before, -beta_t[:, None] * over_a, 0.0).to(pairs.dtype.element_ty))
+    # beta multiplies what u / beta is; where there is no quotient, `channel_dbeta_zero_kernel` comes after this one
+    times_beta = tl.sum(tl.where(i[:, None] == i[None, :], over_a, 0.0), 1)
+    tl.store(dbeta + of_rows + i * H, times_beta / tl.where(beta_t == 0.0, 1.0, beta_t), mask=i < left)
 
 
 @triton.jit

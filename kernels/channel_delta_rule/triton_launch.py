@@ -19,12 +19,13 @@ _kernels = LazyModule("baton.kernels.channel_delta_rule.triton_kernels")
 
 
 class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
-    """Launches of one call whose g is [batch, T, heads, d_key].
+    """Launches of one call whose g is [batch, T, heads, d_key]."""
 
-    alternate: tokens take turns. Those at even places read with q, instead of k, for the values that they replace, and have no
-    output; those at odd places read with q for the output alone. beta then has to be 1 everywhere and v and the output's gradient 0
-    at even places; the gradient of beta is not computed. near: as of `LinearAttentionLaunch`; its kernels take it.
-    """
+    alternate = False
+    """Whether tokens take turns. Those at even places read with q, instead of k, for the values that they replace, and have no
+    output; those at odd places read with q for the output alone. beta is then 1 everywhere. v and the output's gradient have the
+    tokens at odd places alone, the others are zeros. A class whose tokens do makes its own preparation, with one tensor for what
+    all tokens read of the state that enters, and its own gradients behind `walk_back`."""
 
     def __init__(
         self,
@@ -36,21 +37,13 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         scale: float,
         pos: Tensor | None,
         config: LaunchConfig,
-        *,
-        alternate: bool = False,
-        near: int = NEAR,
     ) -> None:
         assert g is not None
         given = QKV.of(q, k, v)
-        # what alternates may be more precise
-        self.in_bfloat16, self.alternate = (given._replace(q=given.k) if alternate else given).low, alternate
-        low = self.in_bfloat16
-        self.gla = launch = LinearAttentionLaunch("key", scale, pos, g, given, config, low=low, near=near)
-        self.config = config if low else config.for_float32
-        self.beta, self.scale = launch_utils.contiguous_last_dim(beta), scale
+        self._begin(given, v, beta, g, scale, pos, config, low=given.low)
+        launch = self.gla
         (X, _), along = launch.sizes, (launch.batch, launch.length, launch.heads)
-        # see `gated_linear_attention.triton_common`
-        sums = launch.new(*along, X, dtype=torch.float32 if low else torch.float64)
+        sums = launch.new(*along, X, dtype=self.of_sums)
         read_q, self.read_a, written = (launch.new(*along, X, dtype=launch.kept) for _ in range(3))
         self.whole = launch.new(launch.batch, launch.heads, launch.chunks, X)
         assert launch.g is not None
@@ -58,9 +51,22 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         _kernels.channel_prepare_kernel[(launch.chunks, -(-X // BX), launch.batch * launch.heads)](
             launch.given.q, launch.given.k, launch.g, launch.or_v(pos), sums, read_q, self.read_a, written, self.whole,
             launch.length, scale, *launch_utils.strides(launch.given.q, launch.given.k, launch.g), X=X, H=launch.heads,
-            HAS_POS=pos is not None, ALTERNATE=alternate, C=self.config.chunk, BX=BX, num_warps=4,
+            HAS_POS=pos is not None, C=self.config.chunk, BX=BX, num_warps=4,
         )  # fmt: skip
         self.prepared = PreparedGates(sums, read_q, written, self.whole)
+
+    def _begin(
+        self, given: QKV, v: Tensor, beta: Tensor, g: Tensor, scale: float, pos: Tensor | None, config: LaunchConfig,
+        *, low: bool, near: int = NEAR,
+    ) -> None:  # fmt: skip
+        """Everything but what is prepared. v: the values, whose shape given has. low, near: as of `LinearAttentionLaunch`."""
+        self.in_bfloat16 = low
+        self.gla = LinearAttentionLaunch("key", scale, pos, g, given, config, low=low, near=near)
+        self.config = config if low else config.for_float32
+        self.values, self.beta = (launch_utils.contiguous_last_dim(x) for x in (v, beta))
+        self.scale = scale
+        # see `gated_linear_attention.triton_common`
+        self.of_sums = torch.float32 if low else torch.float64
 
     def chunk_loop_options(self, values: int, **own: int) -> dict[str, Any]:
         options = super().chunk_loop_options(values, **own)
@@ -84,7 +90,7 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
     def launch_u(
         self, inverse: Tensor, piece: int, first: Tensor | None, u: Tensor | None, states: Tensor | None, last: Tensor
     ) -> None:
-        launch, v = self.gla, self.gla.given.v
+        launch, v = self.gla, self.values
         X, Y = launch.sizes
         warps = self.warps_for(self.config.warps_walk, self.read_a, v)
         options = self.chunk_loop_options(self.config.values, num_warps=warps)
@@ -95,7 +101,7 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
             _kernels.channel_u_kernel[grid](
                 self.read_a, self.prepared.written, self.whole, v, self.beta, inverse, launch.or_v(first), launch.or_v(u),
                 launch.or_v(states), last, launch.length, launch.chunks, piece, *launch_utils.strides(v, self.beta),
-                HAS_FIRST=first is not None, KEEP=u is not None, **{**options, **blocks},
+                HAS_FIRST=first is not None, KEEP=u is not None, ALTERNATE=self.alternate, **{**options, **blocks},
             )  # fmt: skip
 
         launch_blocks(walk, "channel_u_kernel", BY=options["BY"])
@@ -115,20 +121,15 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         assert y is not None
         return y, last, inverse
 
-    def backward(self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
-        q, k, _ = self.gla.given
-        of_readers, dk, *others = self.gradients(first, inverse, dy, dlast)
-        dq, da = of_readers.unflatten(2, (-1, 2)).unbind(3)
-        return dq.to(q.dtype), (dk + da).to(k.dtype), *others
-
-    def gradients(self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of what reads (if alternate, q; else q and k, [B, T, 2 H, d_key]), of k as it is written, v, beta, g and the
-        entering state; the first two are not rounded to their dtypes."""
-        launch = self.gla
-        (q, k, v), rows, shape = launch.given, launch.batch * launch.heads, launch.given.v.shape
-        (X, Y), sums, chunk = launch.sizes, self.prepared.sums, self.config.chunk
+    def walk_back(
+        self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """u, the states before chunks, the gradient of u / beta, the cotangents of the states behind chunks, and the gradient of
+        the entering state."""
+        launch, rows, shape = self.gla, self.gla.batch * self.gla.heads, self.gla.given.v.shape
+        q, k, _ = launch.given
         u, states, _, transitions = self.compute_u(inverse, first)
-        scores = launch.launch_scores(q, k, sums, gated=True)
+        scores = launch.launch_scores(q, k, self.prepared.sums, gated=True)
         dr, cotangents = launch.new(*shape, dtype=launch.kept), torch.empty_like(states)
 
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
@@ -136,10 +137,11 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
             options = self.chunk_loop_options(self.config.values_backward, num_warps=warps, num_stages=self.config.stages_backward)
 
             def walk(blocks: Sizes) -> None:
-                _kernels.channel_u_backward_kernel[(-(-Y // blocks["BY"]), rows, pieces)](
+                _kernels.channel_u_backward_kernel[(-(-shape[3] // blocks["BY"]), rows, pieces)](
                     self.prepared.read, self.read_a, self.prepared.written, self.whole, self.beta, dy, scores, inverse,
                     launch.or_v(arriving), dr, cotangents, dfirst, launch.length, launch.chunks, -(-launch.chunks // pieces),
-                    self.scale, *launch_utils.strides(self.beta, dy), KEEP=arriving is not None, **{**options, **blocks},
+                    self.scale, *launch_utils.strides(self.beta, dy), KEEP=arriving is not None, ALTERNATE=self.alternate,
+                    **{**options, **blocks},
                 )  # fmt: skip
 
             launch_blocks(walk, "channel_u_backward_kernel", BY=options["BY"])
@@ -148,29 +150,32 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         pieces = 1 if transitions is None else transitions.shape[2]
         arriving = dlast
         if transitions is not None:
-            adds = back(None, launch.new(*transitions.shape[:4], Y), pieces)
+            adds = back(None, launch.new(*transitions.shape[:4], shape[3]), pieces)
             arriving = self.fold_pieces(transitions, adds, dlast, backwards=True)
         dfirst = back(arriving, torch.empty_like(dlast), pieces)
-        readers = q if self.alternate else torch.stack((q, k), dim=3).flatten(2, 3)
+        return u, states, dr, cotangents, dfirst
+
+    def backward(self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
+        u, states, dr, cotangents, dfirst = self.walk_back(first, inverse, dy, dlast)
+        launch, sums, chunk = self.gla, self.prepared.sums, self.config.chunk
+        (q, k, v), rows, (X, Y) = launch.given, launch.batch * launch.heads, launch.sizes
+        readers = torch.stack((q, k), dim=3).flatten(2, 3)
         pairs = launch.new(launch.batch, readers.shape[2], launch.chunks, chunk, chunk, dtype=launch.kept)
         ry = launch.new(*readers.shape[:3], Y, dtype=launch.kept)
-        dv, dbeta = launch.new(*shape, dtype=v.dtype), launch.new(*shape[:3])
+        dv, dbeta = launch.new(*v.shape, dtype=v.dtype), launch.new(*v.shape[:3])
         _kernels.channel_pairs_kernel[(launch.chunks, rows)](
             dy, u, dr, self.beta, launch.or_v(launch.pos), pairs, ry, dv, dbeta, launch.length, launch.chunks, self.scale,
-            *launch_utils.strides(dy, self.beta), Y=Y, H=launch.heads, HAS_POS=launch.pos is not None,
-            ALTERNATE=self.alternate, C=chunk, BY=launch.block(Y, self.config.y_chunk), num_warps=self.config.warps,
-            num_stages=self.config.stages, **launch.low,
+            *launch_utils.strides(dy, self.beta), Y=Y, H=launch.heads, HAS_POS=launch.pos is not None, C=chunk,
+            BY=launch.block(Y, self.config.y_chunk), num_warps=self.config.warps, num_stages=self.config.stages, **launch.low,
         )  # fmt: skip
-        if not self.alternate:
-            _kernels.channel_dbeta_zero_kernel[(launch.chunks, rows)](
-                k, self.read_a, sums, v, self.beta, launch.or_v(launch.pos), u, dr, states, dbeta, launch.length, launch.chunks,
-                *launch_utils.strides(k, v, self.beta), X=X, Y=Y, H=launch.heads, HAS_POS=launch.pos is not None,
-                LEVELS=chunk.bit_length() - 1, C=chunk, BX=16, BY=launch.block(Y, SMALL), num_warps=4, **launch.low,
-            )  # fmt: skip
-        # of two that read per head the products leave no registers for loads ahead; scales are in ry
-        config = self.config if self.alternate else replace(self.config, stages=1)
+        _kernels.channel_dbeta_zero_kernel[(launch.chunks, rows)](
+            k, self.read_a, sums, v, self.beta, launch.or_v(launch.pos), u, dr, states, dbeta, launch.length, launch.chunks,
+            *launch_utils.strides(k, v, self.beta), X=X, Y=Y, H=launch.heads, HAS_POS=launch.pos is not None,
+            LEVELS=chunk.bit_length() - 1, C=chunk, BX=16, BY=launch.block(Y, SMALL), num_warps=4, **launch.low,
+        )  # fmt: skip
+        # the products of two query heads leave no registers for loads ahead; scales are in ry
         both = LinearAttentionLaunch(
-            "key", 1.0, launch.pos, launch.g, QKV(readers, k, v), config, low=self.in_bfloat16, near=launch.near
+            "key", 1.0, launch.pos, launch.g, QKV(readers, k, v), replace(self.config, stages=1), low=self.in_bfloat16
         )
         of_readers, of_k, dg = both.launch_chunk_dqk(
             Side(readers, k), Side(ry, u), sums, pairs, states, cotangents, read=launch.kept, write=torch.float32
@@ -178,4 +183,5 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         assert of_readers is not None
         assert of_k is not None
         assert dg is not None
-        return of_readers, of_k, dv, dbeta, dg, dfirst
+        dq, da = of_readers.unflatten(2, (-1, 2)).unbind(3)
+        return dq.to(q.dtype), (of_k + da).to(k.dtype), dv, dbeta, dg, dfirst

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.kernels.compile.assembler import use_sound_assembler
 from baton.kernels.compile.fitting import FittingKernel
 
 
@@ -72,6 +73,7 @@ class LazyModule:
 
     def __getattr__(self, attribute: str) -> Any:
         whole_keys()  # before any kernel is launched
+        use_sound_assembler()
         value = getattr(import_module(self._name), attribute)
         if _is_kernel(value):
             value = FittingKernel(value)

@@ -284,7 +284,7 @@ class LinearAttentionLaunch:
             (self.config.x_read, self.config.warps_read) if write is None else (self.config.x_gated, self.config.warps_gated)
         )
         BX = self.block(X, size)
-        # with tiles of 32 by 64 or 16 by 64 Triton 3.6 makes a kernel for sm_90 whose gates' gradients are wrong; sums over heads
+        # of tiles of 32 by 64 or 16 by 64 ptxas 12.8 makes a kernel whose gates' gradients are wrong (`assembler`); sums over heads
         # take the registers
         BY, g = self.block(Y, self.config.y_gated if BX > 32 and share == 1 else 32), None
         blocks = -(-X // BX)

@@ -10,6 +10,7 @@ what both read with.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +22,15 @@ from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.delta_rule.triton_launch import LaunchConfig, launch_config_for
 from baton.kernels.errors import REDUCED_DTYPES
+from baton.kernels.gated_linear_attention.launch_args import QKV, PreparedGates
 
 _kernels = LazyModule("baton.kernels.generalized_delta_rule.pair_kernels")
 
-_ENTRIES = 2048  # of a program of those
 STRONGEST = -4.0
 """Least log-decay: what exp(-g) of a reads may be 55 times as large as what a reads."""
 _NEAR = 2 + int(math.log2(96 * math.log(2) / -STRONGEST))
-"""log2 of the tokens, of which every second decays, over half of which all decays together are at least 2^-96."""
+"""log2 of the most tokens in a chunk. Every second decays, and over half of them all decays together are at least 2^-96, so that
+those between two tokens are those to the middle of the chunk times those from it."""
 
 
 def decays_allow_chunks(lower_bound: float | None) -> bool:
@@ -52,48 +54,61 @@ def generalized_delta_rule_transition_triton(
     k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, *, pos: Tensor | None, config: LaunchConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `chunked.generalized_delta_rule_transition`, for arguments that `generalized_delta_rule_chunks_triton` accepts."""
-    return _launch(k, k, v, a, b, g, 1.0, launch_utils.int32_positions(pos), config).whole_transition()
+    return PairedDeltaRuleLaunch(k, k, v, a, b, g, 1.0, launch_utils.int32_positions(pos), config).whole_transition()
 
 
-def _launch(
-    r: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, scale: float, pos: Tensor | None, config: LaunchConfig | None
-) -> ChannelDeltaRuleLaunch:
-    """Of two tokens for each, see above."""
-    low = all(x.dtype in REDUCED_DTYPES for x in (r, k, v))
-    batch, length, heads, d_key = k.shape
-    two = (batch, 2 * length, heads, d_key)
-    # in float32 exp(-g) a is as precise as a; with float32 keys nothing is multiplied in bfloat16
-    readers = torch.empty(two, dtype=torch.float32, device=k.device)
-    keys = torch.empty(two, dtype=k.dtype if low else torch.float32, device=k.device)
-    gates = torch.empty(two, dtype=g.dtype, device=k.device)
-    r, k, a, b, g = (launch_utils.contiguous_last_dim(x) for x in (r, k, a, b, g))
-    grid, sizes = _grid_of(k, "X")
-    _kernels.pair_inputs_kernel[grid](
-        r, k, a, b, g, readers, keys, gates, length, *launch_utils.strides(r, k, a, b, g), **sizes
-    )  # fmt: skip
-    values = _second(v)
-    beta = torch.ones(values.shape[:3], dtype=torch.float32, device=v.device)
-    if pos is not None:
-        pos = torch.stack((2 * pos, 2 * pos + 1), dim=2).flatten(1, 2)
-    config = config or launch_config_for(keys, values, gates)
-    return ChannelDeltaRuleLaunch(readers, keys, values, beta, gates, scale, pos, config, alternate=True, near=_NEAR)
+class PairedDeltaRuleLaunch(ChannelDeltaRuleLaunch):
+    """Launches of one call with two tokens for each, see above. config: None: the one for the two."""
 
+    alternate = True
 
-def _second(v: Tensor) -> Tensor:
-    """v [B, T, H, Y] for the second of two tokens, and 0 for the first, [B, 2 T, H, Y]."""
-    values = v.new_empty(v.shape[0], 2 * v.shape[1], *v.shape[2:])
-    v = launch_utils.contiguous_last_dim(v)
-    grid, sizes = _grid_of(v, "Y")
-    _kernels.pair_values_kernel[grid](v, values, v.shape[1], *launch_utils.strides(v), **sizes)
-    return values
+    def __init__(
+        self, r: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, scale: float, pos: Tensor | None,
+        config: LaunchConfig | None,
+    ) -> None:  # fmt: skip
+        low = all(x.dtype in REDUCED_DTYPES for x in (r, k, v))
+        batch, length, heads, X = k.shape
+        two = (batch, 2 * length, heads, X)
+        # in float32 exp(-g) a is as precise as a; with float32 keys nothing is multiplied in bfloat16
+        readers = torch.empty(two, dtype=torch.float32, device=k.device)
+        keys = torch.empty(two, dtype=k.dtype if low else torch.float32, device=k.device)
+        # values stay as they are: of these the shape is read
+        values = v[:, :1].expand(-1, 2 * length, -1, -1)
+        beta = torch.ones(two[:3], dtype=torch.float32, device=k.device)
+        twice = None if pos is None else torch.stack((2 * pos, 2 * pos + 1), dim=2).flatten(1, 2)
+        config = config or launch_config_for(keys, values, g)
+        config = replace(config, chunk=min(config.chunk, 2**_NEAR))
+        self._begin(QKV(readers, keys, values), v, beta, g, scale, twice, config, low=low, near=_NEAR)
+        launch = self.gla
+        sums = torch.empty(two, dtype=self.of_sums, device=k.device)
+        read, written = (torch.empty(two, dtype=launch.kept, device=k.device) for _ in range(2))
+        self.whole, self.read_a = launch.new(batch, heads, launch.chunks, X), read
+        self.given, self.pos = tuple(launch_utils.contiguous_last_dim(x) for x in (r, k, v, a, b, g)), pos
+        given = (*self.given[:2], *self.given[3:])
+        BX = launch.block(X, self.config.x_prepared)
+        _kernels.pair_prepare_kernel[(launch.chunks, -(-X // BX), batch * heads)](
+            *given, launch.or_v(pos), readers, keys, sums, read, written, self.whole, length, scale, *launch_utils.strides(*given),
+            X=X, H=heads, HAS_POS=pos is not None, C=self.config.chunk // 2, BX=BX, num_warps=4,
+        )  # fmt: skip
+        self.prepared = PreparedGates(sums, read, written, self.whole)
 
-
-def _grid_of(x: Tensor, axis: str) -> tuple[tuple[int, int], dict[str, int]]:
-    """Of programs over the rows of x [B, T, H, axis], and their constants."""
-    batch, length, heads, width = x.shape
-    block = launch_utils.next_power_of_2(width)
-    rows = max(1, _ENTRIES // block)
-    return (-(-length * heads // rows), batch), {axis: width, "H": heads, "BR": rows, f"B{axis}": block, "num_warps": 4}
+    def gradients(
+        self, first: Tensor | None, inverse: Tensor, do: Tensor, dlast: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Of r, k, v, a, b, g and the entering state."""
+        do, launch = launch_utils.contiguous_last_dim(do), self.gla
+        u, states, dmissed, cotangents, dfirst = self.walk_back(first, inverse, do, dlast)
+        dr, dk, dv, da, db, dg = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in self.given)
+        (X, Y), g, pos = launch.sizes, self.given[5], self.pos
+        # of 64 channels what a program holds does not fit in registers, and more warps would do the same products twice; of 32 by
+        # 64 ptxas 12.8 makes a wrong kernel, see `assembler`
+        BX, BY = (launch.block(size, 32) for size in (X, Y))
+        _kernels.pair_gradients_kernel[(launch.chunks, launch.batch * launch.heads, -(-X // BX))](
+            *launch.given[:2], self.prepared.sums, u, dmissed, do, g, launch.or_v(pos), states, cotangents, dr, dk, da, db, dg, dv,
+            launch.length // 2, launch.chunks, self.scale, *launch_utils.strides(do, g), X=X, Y=Y, H=launch.heads,
+            HAS_POS=pos is not None, C=self.config.chunk, BX=BX, BY=BY, num_warps=4, num_stages=1, **launch.low,
+        )  # fmt: skip
+        return dr, dk, dv, da, db, dg, dfirst
 
 
 class _GeneralizedDeltaRuleChunks(torch.autograd.Function):
@@ -102,7 +117,7 @@ class _GeneralizedDeltaRuleChunks(torch.autograd.Function):
         ctx: Any, r: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, initial: Tensor | None, scale: float,
         pos: Tensor | None, config: LaunchConfig | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, final, inverse = _launch(r, k, v, a, b, g, scale, pos, config).forward(initial, r.dtype)
+        o, final, inverse = PairedDeltaRuleLaunch(r, k, v, a, b, g, scale, pos, config).forward(initial, r.dtype)
         ctx.save_for_backward(r, k, v, a, b, g, initial, inverse, pos)
         ctx.scale, ctx.config = scale, config
         return o[:, 1::2].contiguous(), final
@@ -111,13 +126,6 @@ class _GeneralizedDeltaRuleChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
         r, k, v, a, b, g, initial, inverse, pos = ctx.saved_tensors
-        launch = _launch(r, k, v, a, b, g, ctx.scale, pos, ctx.config)
-        dreaders, dkeys, dvalues, _, dgates, dinitial = launch.gradients(initial, inverse, _second(do), dfinal.contiguous())
-        dr, dk, da, db, dg = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (r, k, a, b, g))
-        a, g = (launch_utils.contiguous_last_dim(x) for x in (a, g))
-        grid, sizes = _grid_of(k, "X")
-        _kernels.pair_gradients_kernel[grid](
-            dreaders, dkeys, dgates, a, g, dr, dk, da, db, dg, k.shape[1], *launch_utils.strides(a, g), **sizes
-        )  # fmt: skip
-        found = (dr, dk, dvalues[:, 1::2], da, db, dg, dinitial)
+        launch = PairedDeltaRuleLaunch(r, k, v, a, b, g, ctx.scale, pos, ctx.config)
+        found = launch.gradients(initial, inverse, do, dfinal.contiguous())
         return (*(x if need else None for x, need in zip(found, ctx.needs_input_grad[:7], strict=True)), *(None,) * 3)

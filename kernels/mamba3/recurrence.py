@@ -22,6 +22,8 @@ class Mamba3(LinearRecurrence):
     name = "mamba3"
     input_names = ("x", "B", "C", "dt", "g", "lam", "theta", "B_bias", "C_bias", "D")
     num_time_inputs = 7
+    # the terms of an angle's gradient cancel: rounding turned q and k and their gradients costs 1.1e-2 of those of dt and theta
+    bfloat16_limit = 1.5e-2
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         heads, head_dim, d_state, dtype = *inputs[0].shape[2:], inputs[1].shape[3], state_dtype(*inputs)

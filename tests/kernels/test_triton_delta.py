@@ -20,6 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = LaunchConfig(chunk=16, x=16, y=16, values=16, values_backward=16, x_chunk=16, y_chunk=16)
 GATES = ("none", "scalar", "key")
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+WIDTHS = (16, 32, 64, 128)
 
 
 def compare(sizes, config, *, gate, starts, dtype=torch.float32, limit=None, key_heads=None, op=delta_rule_triton):
@@ -142,6 +143,15 @@ def test_long_sequences_of_few_heads(gate, dtype, sizes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_launch_configs_of_runs(gate, dtype):
     compare((2, 300, 3, 96, 160), LaunchConfig(), gate=gate, starts=True, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("d_key", WIDTHS)
+@pytest.mark.parametrize("d_value", WIDTHS)
+def test_tiles_of_all_sizes(gate, d_key, d_value):
+    """See `test_triton_gla`; few values leave more of bfloat16's rounding."""
+    compare((2, 150, 2, d_key, d_value), None, gate=gate, starts=True, dtype=torch.bfloat16, limit=1e-2)
 
 
 @pytest.mark.gpu

@@ -30,6 +30,7 @@ from baton.kernels.gated_slot_attention.triton_launch import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = LaunchConfig(chunk=16, x=16, x_gated=16, x_read=16, x_prepared=16, y=16, y_gated=16, target_programs=1)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+WIDTHS = (16, 32, 64, 128)
 # batch, tokens, heads of q, of k and of v, d_key, d_value: less than a chunk, odd ones, groups, a head for all
 SIZES = {
     "none": (1, 19, 1, 1, 3, 8, 17),
@@ -184,6 +185,16 @@ def test_the_launch_configs_of_runs(gate, dtype):
         compare(gate, (batch, 10 * tokens, queries, keys, heads, 96, 160), config, starts=True, dtype=dtype)
     if gate == "scalar":
         compare(gate, (batch, 10 * tokens, 1, 1, 16, 96, 64), LaunchConfig(), starts=True, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", SIZES)
+@pytest.mark.parametrize("d_key", WIDTHS)
+@pytest.mark.parametrize("d_value", WIDTHS)
+def test_tiles_of_all_sizes(gate, d_key, d_value):
+    """With ptxas 12.8 the delta rule's with few values were wrong on a Hopper, without a word: see `kernels.compile.assembler`."""
+    batch, _, queries, keys, heads = SIZES[gate][:5]
+    compare(gate, (batch, 150, queries, keys, heads, d_key, d_value), None, starts=True, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("slot_activation", SLOT_ACTIVATIONS)

@@ -281,20 +281,26 @@ def _matrix_kernels(arch):
     # RWKV-7's, where tokens take turns and what they read with is float32
     X = 64
     config = launch_config_of(delta_rule, delta_rule.shape_of("key", X, X))
-    once, levels["NEAR"] = {"G": 1, "num_stages": config.stages}, levels["LEVELS"]
+    levels["NEAR"] = levels["LEVELS"]
     for name, kernel, of_reader, warps, own in (
-        ("prepare", channel.channel_prepare_kernel, "q", 4, {"BX": config.x_prepared, "num_stages": 1}),
         ("scores", triton_kernels.gla_scores_kernel, "r", config.warps_scores, scores),
         ("inverse", channel.channel_inverse_kernel, "", config.warps_inverse, {"num_stages": 1}),
-        ("pairs", channel.channel_pairs_kernel, "", config.warps, {"BY": config.y_chunk}),
-        ("gradients", triton_kernels.gla_chunk_dqk_kernel, "rx", config.warps_gated, {**sizes, **gate, **once}),
+        (
+            "writes",
+            channel.channel_u_kernel,
+            "",
+            config.warps_walk,
+            {"BX": X, "BY": config.values, "HAS_FIRST": True, "KEEP": True},
+        ),
+        ("walk back", channel.channel_u_backward_kernel, "", config.warps_backward, {**back, "BX": X}),
     ):
         _, *found, of = of_channels(name, kernel, warps, ALTERNATE=True, **own)
-        yield f"generalized delta rule in chunks, {name}", *found, {**of, of_reader: "fp32", "out_w": "fp32"}
-    for name in ("inputs", "values", "gradients"):
-        kernel, axis = getattr(pair_kernels, f"pair_{name}_kernel"), "Y" if name == "values" else "X"
-        of = dict.fromkeys(("g", "readers", "gates", "dkeys", "dgates", "dg"), "fp32")
-        yield f"generalized delta rule in chunks, pairs' {name}", kernel, {axis: X, "H": 32, "BR": 32, f"B{axis}": X}, 4, of
+        yield f"generalized delta rule in chunks, {name}", *found, {**of, of_reader: "fp32"}
+    of = {**types, "readers": "fp32"}
+    constants = {"X": X, "H": 32, "HAS_POS": True, "C": config.chunk // 2, "BX": config.x_prepared}
+    yield "generalized delta rule in chunks, prepare", pair_kernels.pair_prepare_kernel, constants, 4, of
+    constants = {"X": X, "Y": X, "H": 32, "HAS_POS": True, "C": config.chunk, "BX": 32, "BY": 32, **low}
+    yield "generalized delta rule in chunks, gradients", pair_kernels.pair_gradients_kernel, constants, 4, of
 
 
 def _lattice_kernels():
@@ -724,6 +730,9 @@ def binary_of(kernel, known, constants, arch, warps, *, aligned=True):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from baton.kernels.compile.assembler import use_sound_assembler
+
+    use_sound_assembler()
     types = {name: known.get(name, "constexpr") for name in kernel.arg_names}
     constants = dict(constants)
     options = {"num_warps": warps, **{name: constants.pop(name) for name in ("num_stages", "maxnreg") if name in constants}}
