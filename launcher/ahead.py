@@ -13,12 +13,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from baton.kernels.compile import assembler
 from baton.launcher.config import RunConfig
 from baton.launcher.devices import kind_here
 from baton.training.monitoring import heartbeat
@@ -28,6 +27,9 @@ PACKAGES = ("kernels", "models", "parallel", "training")
 
 SETTINGS = ("TRITON_", "LLVM_", "MLIR_", "DISABLE_", "NVPTX_")
 """Prefixes of the environment variables that Triton's compiler reads."""
+PTXAS, ASSEMBLER = "TRITON_PTXAS_PATH", "nvidia-cuda-nvcc"
+"""Names of `kernels.compile.assembler`, which the launcher does not import."""
+NOT_SETTINGS = ("TRITON_CACHE_DIR", PTXAS)
 
 LATER = "kernels are compiled when they are first launched, one after the other, which takes minutes"
 
@@ -95,15 +97,25 @@ def listing(config: RunConfig) -> Path:
     made_from: list[Any] = [getattr(config, name).model_dump(mode="json") for name in ("model", "data", "training", "layout")]
     # the cache holds whole paths, so one that was moved is none
     made_from += [version("triton"), version("torch"), sorted(_gpus()), str(_cache())]
-    made_from.append(assembler.named_or_installed())
-    others = ("TRITON_CACHE_DIR", assembler.SETTING)
-    made_from += sorted(item for item in os.environ.items() if item[0].startswith(SETTINGS) and item[0] not in others)
+    made_from += sorted(item for item in os.environ.items() if item[0].startswith(SETTINGS) and item[0] not in NOT_SETTINGS)
+    made_from.append(_assembler())
     digest = hashlib.sha256(json.dumps(made_from).encode())
     root = Path(__file__).resolve().parent.parent
     for package in PACKAGES:
         for path in sorted((*(root / package).rglob("*.py"), *(root / package).rglob("*.json"))):
             digest.update(path.read_bytes())
     return _cache() / f"baton-run-{digest.hexdigest()[:32]}.json"
+
+
+def _assembler() -> str:
+    """The ptxas that the user has named, or the version of the package from which kernels take one; a process that has taken it has
+    named it in the environment."""
+    try:
+        package = distribution(ASSEMBLER)
+    except PackageNotFoundError:
+        return os.environ.get(PTXAS, "")
+    named = os.environ.get(PTXAS, "")
+    return package.version if named in ("", *(str(file.locate()) for file in package.files or ())) else named
 
 
 def _cache() -> Path:

@@ -58,11 +58,6 @@ def installed(driver: tuple[int, int] | None) -> Path | None:
     return path if version >= SOUND and not newer and os.access(path, os.X_OK) else None
 
 
-def named_or_installed() -> str:
-    """The file that `use_sound_assembler` takes if Triton's own is not as new, also once it has; "": Triton's own."""
-    return os.environ.get(SETTING) or str(installed(driver_version()) or "")
-
-
 def driver_version() -> tuple[int, int] | None:
     """The newest version of CUDA that the driver knows; None without a driver."""
     ask = getattr(torch._C, "_cuda_getDriverVersion", None)
