@@ -1,7 +1,7 @@
 """The runs of an experiment: one for each cell of its grid, learning rate and seed. Torch-free."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -115,7 +115,18 @@ def _check(experiment: ExperimentConfig, trial: Trial, where: str) -> None:
     task = isinstance(config.data, TaskConfig)
     if experiment.measure == "accuracy" and not task:
         raise ConfigError(f"{where}: measure=accuracy is of synthetic tasks, and data.kind={config.data.kind}; set measure=loss")
-    cases: Mapping[str, Any] = config.data.evaluated() if isinstance(config.data, TaskConfig) else {}
+    cases = tuple(config.data.evaluated()) if isinstance(config.data, TaskConfig) else _positions(config)
     for label, case in experiment.cases.items():
         if case not in cases:
-            raise ConfigError(f"{where}: cases.{label}: no evaluation case is called {case!r}; known: {', '.join(cases) or 'none'}")
+            known = ", ".join(cases) or "none, as training.evaluation.long_tokens=0"
+            raise ConfigError(f"{where}: cases.{label}: no evaluation case is called {case!r}; known: {known}")
+
+
+def _positions(config: RunConfig) -> tuple[str, ...]:
+    """Cases of text: what the long-context evaluation reports."""
+    return tuple(position_case(1 << n) for n in range(config.training.evaluation.long_tokens.bit_length()))
+
+
+def position_case(first: int) -> str:
+    """Name of the case of the positions `first` to 2 first - 1 of a document; its first token is at 1."""
+    return f"position-{first}"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.launcher.errors import explained
-from baton.launcher.experiments.cells import Device, Trial
+from baton.launcher.experiments.cells import Device, Trial, position_case
 from baton.launcher.processes import STOPPED, log_of
 from baton.launcher.run_directory import changed_since_last_start, end_attempt, open_attempt, read_config, run_settings, write_whole
 from baton.training import preemption
@@ -117,11 +117,21 @@ def _run(trial: Trial, attempt: Path, mesh: Any) -> tuple[int, str]:
         traceback.print_exc()
         status, said = explained(error)
         return status or 1, said or type(error).__name__
-    rows = [row for row in _rows(config.folder) if row["kind"] == "evaluation" and row["step"] == config.training.steps]
-    if failure is None and not rows:
+    row = evaluation_after(config.training.steps, config.folder)
+    if failure is None and row is None:
         return 1, f"{config.folder}: no evaluation after the last step"
-    _write(trial, mesh, rows[-1] if rows and failure is None else None, failure)
+    _write(trial, mesh, None if failure else row, failure)
     return 0, ""
+
+
+def evaluation_after(step: int, folder: Path) -> dict[str, Any] | None:
+    """The evaluation after a step of a run, with its cases: of text, those positions whose loss the long-context evaluation has.
+    None: there was no evaluation."""
+    found = {row["kind"]: row for row in _rows(folder) if row["step"] == step}
+    row = found.get("evaluation")
+    if row is not None and (long := found.get("long_context")):
+        row = row | {"cases": {position_case(bucket["from"]): {"loss": bucket["loss"]} for bucket in long["losses"]}}
+    return row
 
 
 def _write(trial: Trial, mesh: Any, row: dict[str, Any] | None, failure: str | None) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.experiments import conduct, report, statement
 from baton.launcher.experiments.cells import chosen, trials
 from baton.launcher.experiments.config import ExperimentConfig, find, read_experiment, shipped
-from baton.training.monitoring.metrics import read_metrics
+from baton.launcher.experiments.trainer import Result, evaluation_after
+from baton.training.evaluation.long_context import LongContextResult
+from baton.training.monitoring.metrics import MetricsLogger, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40
@@ -173,6 +176,29 @@ def test_the_rate_with_the_lowest_loss_is_shown_and_diverged_runs_are_never(monk
     ]
 
 
+def test_cases_of_text_are_positions_of_long_documents(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = with_changes(run__data={"path": "x", "tokenizer": "y"}, measure="loss", paper__figures={}, statement=["case=8 > case=4 - 1"])
+    values["run"]["model"]["vocab_size"] = 32
+    values["run"]["training"]["evaluation"]["long_tokens"] = 16
+    experiment = ExperimentConfig.model_validate(values | {"cases": {"4": "position-4", "8": "position-8", "16": "position-16"}})
+    small, large = trials("tiny", experiment, "cpu")
+    for trial, losses in ((small, [(4, 2.5, 10), (8, 2.0, 10), (16, 1.5, 1)]), (large, [(4, 3.5, 10), (8, 3.0, 10)])):
+        trial.config.folder.mkdir(parents=True)
+        metrics = MetricsLogger(trial.config.folder, step=0, total_steps=STEPS, log_every=STEPS, config_text="")
+        for step in (STEPS - 1, STEPS):
+            metrics.log_evaluation(step, 64 * step, 9.0 + step, 1.0, None)
+            metrics.log_long_context(step, 64 * step, LongContextResult(losses, [], {}).to_json())
+        metrics.close()
+        result = Result(STEPS, evaluation_after(STEPS, trial.config.folder), None, 1.0, "CPU", None, "2026-01-01")
+        (trial.config.folder / "result.json").write_text(json.dumps(asdict(result)))
+    found = report.collect("tiny", experiment, [small, large], "")
+    seen = {tuple(cell["cell"]): cell["seeds"]["0"] for cell in found["cells"]}
+    # of the second run no document was long enough for the last case
+    assert seen == {("small", "4"): 2.5, ("small", "8"): 2.0, ("small", "16"): 1.5, ("large", "4"): 3.5, ("large", "8"): 3.0}
+    assert found["verdict"] == "shown"
+
+
 REFUSALS = {
     "unknown key": (with_changes(seed=1), ["unknown key seed", "did you mean seeds?"]),
     "no statement": (with_changes(statement=[]), ["statement"]),
@@ -187,6 +213,17 @@ REFUSALS = {
     "unknown case": (
         with_changes(cases={"8": "length-9"}, paper__figures={}),
         ["cases.8", "'length-9'", "known: length-16, length-8"],
+    ),
+    "position beyond the long evaluation": (
+        with_changes(
+            run__data={},
+            run__training__evaluation={"long_tokens": 100},
+            measure="loss",
+            cases={"8x": "position-128"},
+            paper__figures={},
+            statement=["small >= 0"],
+        ),
+        ["cases.8x", "'position-128'", "known: position-1, position-2", "position-64"],
     ),
     "axis called case": (with_changes(grid__case={"x": None}), ["grid.case"]),
     "accuracy of text": (
