@@ -178,8 +178,7 @@ def test_the_rate_with_the_lowest_loss_is_shown_and_diverged_runs_are_never(monk
 
 def test_cases_of_text_are_positions_of_long_documents(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    values = with_changes(run__data={"path": "x", "tokenizer": "y"}, measure="loss", paper__figures={}, statement=["case=8 > case=4 - 1"])
-    values["run"]["model"]["vocab_size"] = 32
+    values = with_changes(run__data={}, measure="loss", paper__figures={}, statement=["case=8 > case=4 - 1"])
     values["run"]["training"]["evaluation"]["long_tokens"] = 16
     experiment = ExperimentConfig.model_validate(values | {"cases": {"4": "position-4", "8": "position-8", "16": "position-16"}})
     small, large = trials("tiny", experiment, "cpu")
