@@ -110,10 +110,8 @@ def _values(
             continue  # all have diverged
         for case in experiment.cases or (None,):
             place = cell if case is None else (*cell, case)
-            of_seeds = {seed: _figure(experiment, result, case) for seed, result in by_rate[rate].items()}
-            known = {seed: figure for seed, figure in of_seeds.items() if figure is not None}
-            if len(known) == len(of_seeds):
-                values[place], rates[place] = known, rate
+            values[place] = {seed: _figure(experiment, result, case) for seed, result in by_rate[rate].items()}
+            rates[place] = rate
     return values, rates, [result for result in results.values() if result is not None]
 
 
@@ -123,13 +121,10 @@ def _mean_loss(by_seed: Mapping[int, Result | None]) -> float | None:
     return None if None in rows else sum(float(row["loss"]) for row in rows if row is not None) / len(rows)
 
 
-def _figure(experiment: ExperimentConfig, result: Result | None, case: str | None) -> float | None:
-    """None: no validation document is as long as the case's position."""
+def _figure(experiment: ExperimentConfig, result: Result | None, case: str | None) -> float:
     assert result is not None
     assert result.row is not None
-    row = result.row if case is None else result.row["cases"].get(experiment.cases[case])
-    if row is None:
-        return None
+    row = result.row if case is None else result.row["cases"][experiment.cases[case]]
     if experiment.measure == "accuracy":
         return 100 * float(row["accuracy"])
     return math.exp(float(row["loss"])) if experiment.measure == "perplexity" else float(row["loss"])

@@ -5,22 +5,21 @@ import json
 import re
 import signal
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
+from support.consumed import write_corpus
 from support.forks import NURSERY
 from support.runs import DEADLINE_S, published
 
+from baton import load
 from baton.launcher.cli import main
 from baton.launcher.errors import ConfigError
 from baton.launcher.experiments import conduct, report, statement
 from baton.launcher.experiments.cells import chosen, trials
 from baton.launcher.experiments.config import ExperimentConfig, find, read_experiment, shipped
-from baton.launcher.experiments.trainer import Result, evaluation_after
-from baton.training.evaluation.long_context import LongContextResult
-from baton.training.monitoring.metrics import MetricsLogger, read_metrics
+from baton.training.monitoring.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40
@@ -121,6 +120,25 @@ def test_it_is_interrupted_resumed_and_judged_and_nothing_is_run_twice(begin, tm
     assert not (large / "attempts" / "0002").exists()
 
 
+def test_text_is_evaluated_in_windows_of_any_length(begin, tmp_path):
+    """In those of training as during training, and in one for them all as `baton.load` has the documents one by one."""
+    corpus = write_corpus(tmp_path)
+    training = TINY["run"]["training"] | {"steps": 5, "evaluation": {"every": 5, "tokens": 100_000, "sample_tokens": 0}}
+    values = with_changes(run__training=training, run__data=corpus.data, grid__state={"small": None}, measure="loss")
+    values |= {"cases": {"1x": "window-16", "64x": "window-1024"}, "paper": {"where": "figure 0"}, "statement": ["64x > 0"]}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
+    process, said = begin()
+    assert process.wait(DEADLINE_S) == 0, said.read_text()
+    found = {cell["cell"][1]: cell["seeds"]["0"] for cell in json.loads((tmp_path / "pages" / "tiny.json").read_text())["cells"]}
+    run = tmp_path / "runs" / "experiments" / "tiny" / "small"
+    (row,) = (row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "evaluation")
+    assert found["1x"] == pytest.approx(row["loss"], rel=1e-5)
+    loaded, eod = load(run, device="cpu"), [corpus.eod_id]
+    losses = [loaded.loss(eod + ids + eod) for ids in corpus.validation]
+    assert found["64x"] == pytest.approx(sum(one.loss * one.tokens for one in losses) / sum(one.tokens for one in losses), rel=1e-5)
+    assert abs(found["64x"] - found["1x"]) > 1e-4
+
+
 AXES = {"model": ("a", "b"), "pairs": ("4", "8")}
 CELLS = {("a", "4"): (9.0, 8.0), ("a", "8"): (7.0, 7.0), ("b", "4"): (5.0, 5.0), ("b", "8"): (6.0, 8.0)}
 
@@ -176,28 +194,6 @@ def test_the_rate_with_the_lowest_loss_is_shown_and_diverged_runs_are_never(monk
     ]
 
 
-def test_cases_of_text_are_positions_of_long_documents(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    values = with_changes(run__data={}, measure="loss", paper__figures={}, statement=["case=8 > case=4 - 1"])
-    values["run"]["training"]["evaluation"]["long_tokens"] = 16
-    experiment = ExperimentConfig.model_validate(values | {"cases": {"4": "position-4", "8": "position-8", "16": "position-16"}})
-    small, large = trials("tiny", experiment, "cpu")
-    for trial, losses in ((small, [(4, 2.5, 10), (8, 2.0, 10), (16, 1.5, 1)]), (large, [(4, 3.5, 10), (8, 3.0, 10)])):
-        trial.config.folder.mkdir(parents=True)
-        metrics = MetricsLogger(trial.config.folder, step=0, total_steps=STEPS, log_every=STEPS, config_text="")
-        for step in (STEPS - 1, STEPS):
-            metrics.log_evaluation(step, 64 * step, 9.0 + step, 1.0, None)
-            metrics.log_long_context(step, 64 * step, LongContextResult(losses, [], {}).to_json())
-        metrics.close()
-        result = Result(STEPS, evaluation_after(STEPS, trial.config.folder), None, 1.0, "CPU", None, "2026-01-01")
-        (trial.config.folder / "result.json").write_text(json.dumps(asdict(result)))
-    found = report.collect("tiny", experiment, [small, large], "")
-    seen = {tuple(cell["cell"]): cell["seeds"]["0"] for cell in found["cells"]}
-    # of the second run no document was long enough for the last case
-    assert seen == {("small", "4"): 2.5, ("small", "8"): 2.0, ("small", "16"): 1.5, ("large", "4"): 3.5, ("large", "8"): 3.0}
-    assert found["verdict"] == "shown"
-
-
 REFUSALS = {
     "unknown key": (with_changes(seed=1), ["unknown key seed", "did you mean seeds?"]),
     "no statement": (with_changes(statement=[]), ["statement"]),
@@ -213,16 +209,9 @@ REFUSALS = {
         with_changes(cases={"8": "length-9"}, paper__figures={}),
         ["cases.8", "'length-9'", "known: length-16, length-8"],
     ),
-    "position beyond the long evaluation": (
-        with_changes(
-            run__data={},
-            run__training__evaluation={"long_tokens": 100},
-            measure="loss",
-            cases={"8x": "position-128"},
-            paper__figures={},
-            statement=["small >= 0"],
-        ),
-        ["cases.8x", "'position-128'", "known: position-1, position-2", "position-64"],
+    "case of text": (
+        with_changes(run__data={}, measure="loss", cases={"8x": "length-128"}, paper__figures={}, statement=["small >= 0"]),
+        ["cases.8x", "'length-128' is no case of text", "window-1024"],
     ),
     "axis called case": (with_changes(grid__case={"x": None}), ["grid.case"]),
     "accuracy of text": (
