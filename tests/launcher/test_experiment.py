@@ -13,12 +13,12 @@ from support.consumed import write_corpus
 from support.forks import NURSERY
 from support.runs import DEADLINE_S, published
 
-from baton import load
 from baton.launcher.cli import main
 from baton.launcher.errors import ConfigError
 from baton.launcher.experiments import conduct, report, statement
 from baton.launcher.experiments.cells import chosen, trials
 from baton.launcher.experiments.config import ExperimentConfig, find, read_experiment, shipped
+from baton.launcher.load import load_model
 from baton.training.monitoring.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +121,7 @@ def test_it_is_interrupted_resumed_and_judged_and_nothing_is_run_twice(begin, tm
 
 
 def test_text_is_evaluated_in_windows_of_any_length(begin, tmp_path):
-    """In those of training as during training, and in one for them all as `baton.load` has the documents one by one."""
+    """In those of training as during training, and in one for them all as `load_model` has the documents one by one."""
     corpus = write_corpus(tmp_path)
     training = TINY["run"]["training"] | {"steps": 5, "evaluation": {"every": 5, "tokens": 100_000, "sample_tokens": 0}}
     values = with_changes(run__training=training, run__data=corpus.data, grid__state={"small": None}, measure="loss")
@@ -133,7 +133,7 @@ def test_text_is_evaluated_in_windows_of_any_length(begin, tmp_path):
     run = tmp_path / "runs" / "experiments" / "tiny" / "small"
     (row,) = (row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "evaluation")
     assert found["1x"] == pytest.approx(row["loss"], rel=1e-5)
-    loaded, eod = load(run, device="cpu"), [corpus.eod_id]
+    loaded, eod = load_model(run, device="cpu"), [corpus.eod_id]
     losses = [loaded.loss(eod + ids + eod) for ids in corpus.validation]
     assert found["64x"] == pytest.approx(sum(one.loss * one.tokens for one in losses) / sum(one.tokens for one in losses), rel=1e-5)
     assert abs(found["64x"] - found["1x"]) > 1e-4
