@@ -1,7 +1,8 @@
 """The runs of an experiment: one for each cell of its grid, learning rate and seed. Torch-free."""
 
 import copy
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,12 +20,14 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Trial:
-    """One run. cell: its labels in the grid. rate: its learning rate; None: the run's own."""
+    """One run. cell: its labels in the grid. rate: its learning rate; None: the run's own. windows: tokens of the windows in which
+    held-out text is evaluated after the last step, by case."""
 
     cell: tuple[str, ...]
     rate: float | None
     seed: int
     config: RunConfig
+    windows: dict[str, int]
 
     @property
     def name(self) -> str:
@@ -91,11 +94,12 @@ def _trial(name: str, experiment: ExperimentConfig, cell: tuple[str, ...], rate:
     # what nothing is trained for is computed for a GPU, whatever is here
     values |= {"name": run, "directory": str(FOLDER / name / run), "device": "cuda" if experiment.is_computed else device}
     try:
-        return Trial(cell, rate, seed, resolve(values, where)[0])
+        config = resolve(values, where)[0]
     except Exception as error:
         if getattr(error, "exit_status", None) != ConfigError.exit_status or str(error).startswith(where):
             raise
         raise ConfigError(f"{where}: {error}") from None
+    return Trial(cell, rate, seed, config, _windows(experiment, config, where))
 
 
 def _settings(experiment: ExperimentConfig, cell: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -115,7 +119,22 @@ def _check(experiment: ExperimentConfig, trial: Trial, where: str) -> None:
     task = isinstance(config.data, TaskConfig)
     if experiment.measure == "accuracy" and not task:
         raise ConfigError(f"{where}: measure=accuracy is of synthetic tasks, and data.kind={config.data.kind}; set measure=loss")
-    cases: Mapping[str, Any] = config.data.evaluated() if isinstance(config.data, TaskConfig) else {}
+    if not isinstance(config.data, TaskConfig):
+        if experiment.cases and config.data.sources:
+            raise ConfigError(f"{where}: cases: windows are of one dataset, and data.sources has several; give data.path")
+        return
+    cases = config.data.evaluated()
     for label, case in experiment.cases.items():
         if case not in cases:
-            raise ConfigError(f"{where}: cases.{label}: no evaluation case is called {case!r}; known: {', '.join(cases) or 'none'}")
+            raise ConfigError(f"{where}: cases.{label}: no evaluation case is called {case!r}; known: {', '.join(cases)}")
+
+
+def _windows(experiment: ExperimentConfig, config: RunConfig, where: str) -> dict[str, int]:
+    """Tokens of the windows that cases of text name. Raises ConfigError."""
+    if isinstance(config.data, TaskConfig):
+        return {}
+    found = {case: re.fullmatch(r"window-([1-9][0-9]*)", case) for case in experiment.cases.values()}
+    for label, case in experiment.cases.items():
+        if found[case] is None:
+            raise ConfigError(f"{where}: cases.{label}: {case!r} is no case of text; name a length in tokens, as window-1024")
+    return {case: int(match[1]) for case, match in found.items() if match}

@@ -83,8 +83,10 @@ class ExperimentConfig(_Settings):
     )
     cases: Annotated[dict[CaseLabel, str], BeforeValidator(_text_keys)] = Field(
         default_factory=dict,
-        description="evaluation cases of a synthetic task (data.cases) by label, for example {'2^6': length-64}: one more axis "
-        "of the table, called `case`, without more runs. Empty: the mean over all cases",
+        description="evaluation cases of a synthetic task (data.cases) by label, for example {'2^6': length-64}; or, of text, "
+        "windows of any length, as {8x: window-1024}: held-out documents are cut into such, each of which begins without a State, "
+        "after the last step. One more axis of the table, called `case`, without more runs. Empty: the mean over all cases, or the "
+        "validation loss",
     )
     paper: PaperConfig
     statement: tuple[Annotated[str, Field(min_length=1)], ...] = Field(

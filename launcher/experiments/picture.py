@@ -28,7 +28,7 @@ def draw(found: Mapping[str, Any], out: Path) -> None:
                 _lines(axis, rows, panel, others[-1], ours, paper)
             else:
                 _points(axis, rows, ours, paper)
-            axis.set_title("/".join(panel) or found["title"], fontsize="medium")
+            axis.set_title("/".join(panel) or found["title"], fontsize="medium", wrap=True)
         axes[0, 0].set_ylabel(UNITS[found["measure"]])
         axes[0, -1].legend(fontsize="small")
         aside = out.with_name(f".{out.name}")

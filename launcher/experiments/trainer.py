@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from baton.data_pipeline.config import ShardsConfig
 from baton.launcher.errors import explained
 from baton.launcher.experiments.cells import Device, Trial
 from baton.launcher.processes import STOPPED, log_of
@@ -29,6 +30,8 @@ from baton.training.monitoring.metrics import read_metrics
 
 RESULT = "result.json"
 """File of a run's directory that says how the run ended."""
+WINDOW_TOKENS = 8192
+"""Tokens of windows that are evaluated together."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,37 @@ def _run(trial: Trial, attempt: Path, mesh: Any) -> tuple[int, str]:
     rows = [row for row in _rows(config.folder) if row["kind"] == "evaluation" and row["step"] == config.training.steps]
     if failure is None and not rows:
         return 1, f"{config.folder}: no evaluation after the last step"
-    _write(trial, mesh, rows[-1] if rows and failure is None else None, failure)
+    row = None if failure else rows[-1]
+    if row is not None and trial.windows:
+        row = row | {"cases": _in_windows(trial, mesh)}
+    _write(trial, mesh, row, failure)
     return 0, ""
+
+
+def _in_windows(trial: Trial, mesh: Any) -> dict[str, dict[str, float]]:
+    """Validation loss of the trained model by case: the same documents, cut into windows of each length, which begin without a
+    State."""
+    from baton.data_pipeline.dataset import Dataset
+    from baton.data_pipeline.evaluation import EvaluationStream
+    from baton.launcher.load import find_checkpoint, load_checkpoint
+    from baton.training.evaluation.windows import evaluate_windows, joined
+
+    data, training = trial.config.data, trial.config.training
+    assert isinstance(data, ShardsConfig)
+    loaded = load_checkpoint(find_checkpoint(trial.config.folder, training.steps), mesh.device)
+    assert loaded.tokenizer is not None
+    found = {}
+    for case, length in trial.windows.items():
+        rows = max(1, WINDOW_TOKENS // length)
+        stream = EvaluationStream(
+            Dataset.open(data.path),
+            loaded.tokenizer,
+            sequence_length=length,
+            micro_batch_size=rows,
+            max_tokens=training.evaluation.tokens,
+        )
+        found[case] = {"loss": joined([evaluate_windows(loaded.model, stream)]).loss}
+    return found
 
 
 def _write(trial: Trial, mesh: Any, row: dict[str, Any] | None, failure: str | None) -> None:

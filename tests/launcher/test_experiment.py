@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.consumed import write_corpus
 from support.forks import NURSERY
 from support.runs import DEADLINE_S, published
 
@@ -17,6 +18,7 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.experiments import conduct, report, statement
 from baton.launcher.experiments.cells import chosen, trials
 from baton.launcher.experiments.config import ExperimentConfig, find, read_experiment, shipped
+from baton.launcher.load import load_model
 from baton.training.monitoring.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,6 +120,25 @@ def test_it_is_interrupted_resumed_and_judged_and_nothing_is_run_twice(begin, tm
     assert not (large / "attempts" / "0002").exists()
 
 
+def test_text_is_evaluated_in_windows_of_any_length(begin, tmp_path):
+    """In those of training as during training, and in one for them all as `load_model` has the documents one by one."""
+    corpus = write_corpus(tmp_path)
+    training = TINY["run"]["training"] | {"steps": 5, "evaluation": {"every": 5, "tokens": 100_000, "sample_tokens": 0}}
+    values = with_changes(run__training=training, run__data=corpus.data, grid__state={"small": None}, measure="loss")
+    values |= {"cases": {"1x": "window-16", "64x": "window-1024"}, "paper": {"where": "figure 0"}, "statement": ["64x > 0"]}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
+    process, said = begin()
+    assert process.wait(DEADLINE_S) == 0, said.read_text()
+    found = {cell["cell"][1]: cell["seeds"]["0"] for cell in json.loads((tmp_path / "pages" / "tiny.json").read_text())["cells"]}
+    run = tmp_path / "runs" / "experiments" / "tiny" / "small"
+    (row,) = (row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "evaluation")
+    assert found["1x"] == pytest.approx(row["loss"], rel=1e-5)
+    loaded, eod = load_model(run, device="cpu"), [corpus.eod_id]
+    losses = [loaded.loss(eod + ids + eod) for ids in corpus.validation]
+    assert found["64x"] == pytest.approx(sum(one.loss * one.tokens for one in losses) / sum(one.tokens for one in losses), rel=1e-5)
+    assert abs(found["64x"] - found["1x"]) > 1e-4
+
+
 AXES = {"model": ("a", "b"), "pairs": ("4", "8")}
 CELLS = {("a", "4"): (9.0, 8.0), ("a", "8"): (7.0, 7.0), ("b", "4"): (5.0, 5.0), ("b", "8"): (6.0, 8.0)}
 
@@ -187,6 +208,10 @@ REFUSALS = {
     "unknown case": (
         with_changes(cases={"8": "length-9"}, paper__figures={}),
         ["cases.8", "'length-9'", "known: length-16, length-8"],
+    ),
+    "case of text": (
+        with_changes(run__data={}, measure="loss", cases={"8x": "length-128"}, paper__figures={}, statement=["small >= 0"]),
+        ["cases.8x", "'length-128' is no case of text", "window-1024"],
     ),
     "axis called case": (with_changes(grid__case={"x": None}), ["grid.case"]),
     "accuracy of text": (

@@ -30,9 +30,11 @@ LONGEST = 90
 
 @dataclass(frozen=True)
 class Corpus:
-    """shards: of each training shard its documents' ids. eod_id: the token between them. data: a run's settings for them."""
+    """shards: of each training shard its documents' ids. validation: the ids of those held out. eod_id: the token between them.
+    data: a run's settings for them."""
 
     shards: list[list[list[int]]]
+    validation: list[list[int]]
     eod_id: int
     data: dict[str, object]
 
@@ -48,8 +50,9 @@ def write_corpus(folder: Path) -> Corpus:
         return [rng.choices(range(4, tokenizer.vocab_size), k=rng.randint(1, LONGEST)) for _ in range(count)]
 
     shards, summaries = [documents(count) for count in SHARDS], []
+    held_out = documents(9)
     (folder / "dataset").mkdir()
-    for split, contents in (*(("train", shard) for shard in shards), ("validation", documents(9))):
+    for split, contents in (*(("train", shard) for shard in shards), ("validation", held_out)):
         number = len(summaries) if split == "train" else 0
         writer = ShardWriter(folder / "dataset" / f"{split}-{number:06d}.tar", "tokens")
         for place, ids in enumerate(contents):
@@ -59,7 +62,7 @@ def write_corpus(folder: Path) -> Corpus:
     manifest |= {"tokenizer": tokenizer.fingerprint, "shards": summaries}
     (folder / "dataset" / "dataset.json").write_text(json.dumps(manifest))
     data = {"path": str(folder / "dataset"), "tokenizer": str(model), "unit_documents": UNIT_DOCUMENTS}
-    return Corpus(shards, tokenizer.eod_id, data)
+    return Corpus(shards, held_out, tokenizer.eod_id, data)
 
 
 def due(corpus: Corpus, config: RunConfig, steps: int) -> list[str]:
