@@ -50,9 +50,9 @@ pytestmark = pytest.mark.usefixtures("remote_code")
 
 SETTINGS = {
     "attention, whole document": {"window": None, "rope_theta": None},
-    "attention, biases and norms": {"qkv_bias": True, "qk_norm": True},
+    "attention, biases and norms": {"qkv_bias": True, "qk_norm": True, "score_soft_cap": 1.5},
     "attention, gated, partly rotated by yarn": {
-        "output_gate": True, "sinks": True, "rope_fraction": 0.7,
+        "output_gate": True, "sinks": True, "rope_fraction": 0.7, "score_soft_cap": 0.3,
         "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
     },
     "bmojo, sliding": {"fading": "sliding", "predictor_weights": "uniform", "innovation_norm": "l1", "d_conv": None,

@@ -25,6 +25,7 @@ VARIANTS = {
     "attention, gated, partly rotated": ("attention", {"output_gate": True, "rope_fraction": 0.7}),
     "attention, gated, biases, norms": ("attention", {"output_gate": True, "qkv_bias": True, "qk_norm": True}),
     "attention, sinks": ("attention", {"sinks": True, "window": None}),
+    "attention, capped": ("attention", {"score_soft_cap": 2.0}),
     "attention, both, without positions": ("attention", {"qkv_bias": True, "qk_norm": True, "rope_theta": None}),
     "mamba, no skip": ("mamba", {"skip": False}),
     "mamba, static steps": ("mamba", {"selective": ("B", "C")}),

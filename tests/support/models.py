@@ -42,9 +42,10 @@ OPTIONS = {
             "rope_fraction": 0.7,
             "rope_scaling": LLAMA3,
             "sinks": True,
+            "score_soft_cap": 0.5,
         }
     },
-    "full_attention": {"longhorn": {}, "attention": {"window": None, "sinks": True}},
+    "full_attention": {"longhorn": {}, "attention": {"window": None, "sinks": True, "score_soft_cap": 0.5}},
     "t2r": {"gsa": {"feature_map": "identity", "value_activation": None, "output_activation": None}},
 }
 """Models with other optional parts than by default: a layer of each mixer, and its settings; kind, where the name is another."""
