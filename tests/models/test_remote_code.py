@@ -43,6 +43,7 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "static B, fixed gates, bias": ["mamba", "gsa", "kda"],
     "time-invariant, abc, learned bounds": ["mamba", "gsa", "hgrn2"],
     "hybrid": ["mamba", "lattice+swiglu", "bmojo"],
+    "other blocks": ["mamba", "s4d", "real"],
     "another hybrid": ["gated_delta_net*2", "attention|mamba2+swiglu"],
     "value residual": ["first+channel_mix", "rwkv7+channel_mix*2"],
 }
@@ -76,6 +77,10 @@ SETTINGS = {
     },
     "time-invariant, abc, learned bounds": {
         "mamba": {"selective": ()}, "gsa": {"gate": "abc"}, "hgrn2": {"bounds": "learned", "scale_queries": True},
+    },
+    "other blocks": {
+        "mamba": {"block": "h3"}, "s4d": {"block": "no_gate"},
+        "real": {"kind": "mamba", "block": "h3", "selective": (), "discretization": "zoh"},
     },
     "value residual": {"first": {"kind": "rwkv7", "value_residual": "first"}, "rwkv7": {"value_residual": "later"}},
     "channel mixing with a gate": {"receptance": True},

@@ -31,6 +31,11 @@ VARIANTS = {
     "mamba, static steps": ("mamba", {"selective": ("B", "C")}),
     "mamba, static B": ("mamba", {"selective": ("dt", "C")}),
     "mamba, time-invariant": ("mamba", {"selective": (), "skip": False}),
+    "mamba, no gate": ("mamba", {"block": "no_gate"}),
+    "mamba, h3": ("mamba", {"block": "h3"}),
+    "mamba, h3, time-invariant": ("mamba", {"block": "h3", "selective": ()}),
+    "s4d, no gate": ("s4d", {"block": "no_gate"}),
+    "s4d, h3": ("s4d", {"block": "h3"}),
     "mamba, normalised projections": ("mamba", {"projection_norm_eps": 1e-6}),
     "longhorn, as printed": ("longhorn", {"skip": False, "beta_bias": False}),
     "bmojo, sliding": ("bmojo", {"fading": "sliding"}),
@@ -69,7 +74,7 @@ SAVED_WITH = [
     if precision == "bfloat16" or variant in kinds() or variant not in HANDED_ON
 ]
 RECOMPUTED = ("mamba", "gla", "bmojo")
-SELECTIVELY = ("mamba", "longhorn")
+SELECTIVELY = ("mamba", "mamba, h3", "longhorn")
 EXCHANGED = (*kinds(), "lattice, everything")
 # whether layers are run again, and what the residual stream is in: of what lives after a pass
 LIVING_WITH = [("none", "float32"), ("full", "bfloat16")]
