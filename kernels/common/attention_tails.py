@@ -10,18 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.common.attention_sinks import attention_with_sinks
+from baton.kernels.common.explicit_attention import explicit_attention
 from baton.kernels.errors import REDUCED_DTYPES
 from baton.kernels.protocol import State
 
 
 def masked_attention(
-    q_BLHK: Tensor, k_BJGK: Tensor, v_BJGK: Tensor, seen_BLJ: Tensor, scale: float, sinks_BLH: Tensor | None = None
-) -> Tensor:
+    q_BLHK: Tensor, k_BJGK: Tensor, v_BJGK: Tensor, seen_BLJ: Tensor, scale: float, sinks_BLH: Tensor | None = None, *,
+    soft_cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Softmax attention of each query to the keys in its row of the mask, at least one: [B, L, H, K]. sinks: logits that take a
-    share of the softmax and have no value."""
-    if sinks_BLH is not None:
-        return attention_with_sinks(q_BLHK, k_BJGK, v_BJGK, seen_BLJ, scale, sinks_BLH)
+    share of the softmax and have no value. soft_cap: of the scores."""
+    if sinks_BLH is not None or soft_cap is not None:
+        return explicit_attention(q_BLHK, k_BJGK, v_BJGK, seen_BLJ, scale, sinks_BLH, soft_cap)
     groups, dtype = q_BLHK.shape[2] // k_BJGK.shape[2], q_BLHK.dtype
     if q_BLHK.device.type == "cpu" and dtype in REDUCED_DTYPES:
         # on a CPU the fused kernel would round the weights and be no faster

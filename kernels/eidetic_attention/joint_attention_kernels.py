@@ -35,6 +35,31 @@ def online_softmax_update(acc, row_max, row_sum, scores, mask, v_j, scale, DOT_D
 
 
 @triton.jit
+def score_factor(scale, CAP: tl.constexpr):
+    """Of what `capped` returns, to the scores to base 2."""
+    return (scale if CAP == 0 else CAP) * LOG2_E
+
+
+@triton.jit
+def capped(products, scale, CAP: tl.constexpr):
+    """tanh(scale products / CAP), of which CAP times as much is the capped score; with CAP = 0, for none, the products."""
+    if CAP > 0:
+        # not the approximate instruction, whose error of 2^-11 times CAP would be that of a score; at infinity it is 1
+        products = 1 - 2 / (1 + tl.exp2(products * (scale * (2 * LOG2_E / CAP))))
+    return products
+
+
+@triton.jit
+def uncapped_gradient(dscores, scores, CAP: tl.constexpr):
+    """The gradient of the products, before scaling, from that of CAP times what `capped` returns. scores: what it returned, -inf
+    where there is none."""
+    if CAP > 0:
+        scores = tl.maximum(scores, -1.0)
+        dscores *= 1 - scores * scores
+    return dscores
+
+
+@triton.jit
 def in_range(distance, count):
     """Whether 0 <= distance < count, in one comparison: as unsigned numbers, negative distances exceed all counts."""
     return distance.to(tl.uint32, bitcast=True) < count.to(tl.uint32, bitcast=True)
@@ -63,11 +88,12 @@ def joint_attention_forward_kernel(
     q, k, v, far_k, far_v, memory_k, memory_v, row, slot, limit, far_limit, y, lse, T, memories, scale, N,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, DOT_DTYPE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROW: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """y [B, T, H, K] and the base-2 logarithm of the sum of weights, [B, H, T].
 
     FAR: smallest distance of far rows (0: there are none). M: rows of a memory (0: there are none). ROW: elements between rows of
-    k, and of v.
+    k, and of v. CAP: the soft cap of scores (0: there is none), with neither far rows nor memories.
     """
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     g, i0 = h // (H // G), tl.program_id(0) * BLOCK_Q
@@ -77,12 +103,13 @@ def joint_attention_forward_kernel(
     q_i = load_tile(q + q_offset, i, inside, H * K, K, BLOCK_D)
     acc, row_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32), tl.zeros([BLOCK_Q], tl.float32)
     row_max = row_sum + float("-inf")
-    scale_log2 = scale * LOG2_E
+    scale_log2 = score_factor(scale, CAP)
     num_near, row_offset = num_visible(limit, b, i, inside, T, 0), b * (N + T) * ROW + g * K
     first_common, last_common = rows_visible_to_all(i, num_near, N)
     for r0 in range(first_visible_row(i, num_near, N), tl.minimum(i0 + BLOCK_Q, T) + N, BLOCK_K):
         r = r0 + tl.arange(0, BLOCK_K)
-        scores = dot(q_i, tl.trans(load_tile(k + row_offset, r, r < N + T, ROW, K, BLOCK_D)), DOT_DTYPE)
+        products = dot(q_i, tl.trans(load_tile(k + row_offset, r, r < N + T, ROW, K, BLOCK_D)), DOT_DTYPE)
+        scores = capped(products, scale, CAP)
         mask = (r[None, :] > (i + N - num_near)[:, None]) & (r[None, :] <= (i + N)[:, None])
         if FAR == 0 and M == 0:
             # most tiles are visible to all queries; with far rows and memories few are, and registers are short
@@ -129,18 +156,19 @@ def softmax_weights(scores, mask, lse_i, scale):
 
 
 @triton.jit
-def dq_of_rows(scores, k_j, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr):
+def dq_of_rows(scores, k_j, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr, CAP: tl.constexpr):
     """The part of the queries' gradient that comes from these rows, before scaling."""
     weights = softmax_weights(scores, mask, lse_i[:, None], scale)
-    return dot(weights * (dot(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None]), k_j, DOT_DTYPE)
+    dscores = weights * (dot(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None])
+    return dot(uncapped_gradient(dscores, scores, CAP), k_j, DOT_DTYPE)
 
 
 @triton.jit
-def dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr):
+def dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr, CAP: tl.constexpr):
     """The parts of the gradients of keys (before scaling) and of values that come from these queries."""
     weights = softmax_weights(scores, mask, lse_i[:, None], scale)
     dscores = weights * (dot(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None])
-    return dot(tl.trans(dscores), q_i, DOT_DTYPE), dot(tl.trans(weights), dy_i, DOT_DTYPE)
+    return dot(tl.trans(uncapped_gradient(dscores, scores, CAP)), q_i, DOT_DTYPE), dot(tl.trans(weights), dy_i, DOT_DTYPE)
 
 
 @triton.jit
@@ -148,6 +176,7 @@ def joint_attention_backward_dq_kernel(
     q, k, v, far_k, far_v, memory_k, memory_v, row, slot, limit, far_limit, y, lse, dy, dq, delta, T, memories, scale, N,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, FAR: tl.constexpr, M: tl.constexpr, DOT_DTYPE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROW: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """dq, and delta = sum(y dy), [B, H, T]."""
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -159,7 +188,7 @@ def joint_attention_backward_dq_kernel(
     delta_i = tl.sum(dy_i.to(tl.float32) * load_tile(y + q_offset, i, inside, H * K, K, BLOCK_D).to(tl.float32), 1)
     tl.store(delta + (b * H + h) * T + i, delta_i, mask=inside)
     lse_i = tl.load(lse + (b * H + h) * T + i, mask=inside, other=0.0)
-    acc, scale_log2 = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32), scale * LOG2_E
+    acc, scale_log2 = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32), score_factor(scale, CAP)
     num_near, row_offset = num_visible(limit, b, i, inside, T, 0), b * (N + T) * ROW + g * K
     first_common, last_common = rows_visible_to_all(i, num_near, N)
     for r0 in range(first_visible_row(i, num_near, N), tl.minimum(i0 + BLOCK_Q, T) + N, BLOCK_K):
@@ -168,13 +197,14 @@ def joint_attention_backward_dq_kernel(
             load_tile(k + row_offset, r, r < N + T, ROW, K, BLOCK_D),
             load_tile(v + row_offset, r, r < N + T, ROW, K, BLOCK_D),
         )
-        scores, mask = dot(q_i, tl.trans(k_j), DOT_DTYPE), in_range((i + N)[:, None] - r[None, :], num_near[:, None])
+        scores = capped(dot(q_i, tl.trans(k_j), DOT_DTYPE), scale, CAP)
+        mask = in_range((i + N)[:, None] - r[None, :], num_near[:, None])
         if FAR == 0 and M == 0:
             # as in the forward kernel
             if (r0 < first_common) | (r0 + BLOCK_K - 1 > last_common):
                 scores = tl.where(mask, scores, float("-inf"))
             mask = None
-        acc += dq_of_rows(scores, k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
+        acc += dq_of_rows(scores, k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE, CAP)
     if FAR > 0:
         num_far, F = num_visible(far_limit, b, i, inside, T, FAR), 2 * FAR - 1
         row_offset = (b * (F + T) * G + g) * K
@@ -185,7 +215,7 @@ def joint_attention_backward_dq_kernel(
                 load_tile(far_v + row_offset, r, r < F + T, G * K, K, BLOCK_D),
             )
             mask = in_range((i + (F - FAR))[:, None] - r[None, :], num_far[:, None])
-            acc += dq_of_rows(dot(q_i, tl.trans(k_j), DOT_DTYPE), k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
+            acc += dq_of_rows(dot(q_i, tl.trans(k_j), DOT_DTYPE), k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE, CAP)
     if M > 0:
         slot_i = tl.load(slot + b * T + i, mask=inside, other=-1)
         for s in range(tl.min(tl.where(slot_i >= 0, slot_i, memories), 0), tl.max(slot_i, 0) + 1):
@@ -198,7 +228,8 @@ def joint_attention_backward_dq_kernel(
                     load_tile(memory_v + at, m, m < M, G * K, K, BLOCK_D),
                 )
                 mask = (slot_i == s)[:, None] & exists[None, :]
-                acc += dq_of_rows(dot(q_i, tl.trans(k_j), DOT_DTYPE), k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
+                scores = dot(q_i, tl.trans(k_j), DOT_DTYPE)
+                acc += dq_of_rows(scores, k_j, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE, CAP)
     store_tile(dq + q_offset, i, inside, acc * scale, H * K, K, BLOCK_D)
 
 
@@ -215,7 +246,7 @@ def joint_attention_backward_dkv_kernel(
     q, k, v, limit, ends, lse, dy, delta, first, later, dmemory_k, dmemory_v, dk, dv, T, memories, scale, N,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, MIN_DISTANCE: tl.constexpr, M: tl.constexpr,
     E: tl.constexpr, DOT_DTYPE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    REACH: tl.constexpr, ROW: tl.constexpr, GRAD_ROW: tl.constexpr,
+    REACH: tl.constexpr, ROW: tl.constexpr, GRAD_ROW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of a history, [B, N + T, G, K], including the copies of its T tokens in memories (none if M = 0), located by first and
     later.
@@ -230,7 +261,8 @@ def joint_attention_backward_dkv_kernel(
     r = r0 + tl.arange(0, BLOCK_K)
     exists, read, row_offset = (r >= 0) & (r < N + T), b * (N + T) * ROW + g * K, b * (N + T) * GRAD_ROW + g * K
     k_j, v_j = load_tile(k + read, r, exists, ROW, K, BLOCK_D), load_tile(v + read, r, exists, ROW, K, BLOCK_D)
-    dk_acc, dv_acc, scale_log2 = tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_D], tl.float32), scale * LOG2_E
+    dk_acc, dv_acc = tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    scale_log2 = score_factor(scale, CAP)
     if REACH < 0:
         end = tl.load(ends + b * tl.num_programs(0) + tl.program_id(0))
     else:
@@ -240,17 +272,15 @@ def joint_attention_backward_dkv_kernel(
             i = i0 + tl.arange(0, BLOCK_Q)
             q_i, dy_i, lse_i, delta_i = load_query_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BLOCK_D)
             count = num_visible(limit, b, i, i < T, T, MIN_DISTANCE)
-            scores, mask = (
-                dot(q_i, tl.trans(k_j), DOT_DTYPE),
-                in_range((i + (N - MIN_DISTANCE))[:, None] - r[None, :], count[:, None]),
-            )
+            scores = capped(dot(q_i, tl.trans(k_j), DOT_DTYPE), scale, CAP)
+            mask = in_range((i + (N - MIN_DISTANCE))[:, None] - r[None, :], count[:, None])
             if MIN_DISTANCE == 0 and M == 0:
                 # as in the forward kernel
                 first_common, last_common = rows_visible_to_all(i, count, N)
                 if (r0 < first_common) | (r0 + BLOCK_K - 1 > last_common):
                     scores = tl.where(mask, scores, float("-inf"))
                 mask = None
-            dk_j, dv_j = dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
+            dk_j, dv_j = dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE, CAP)
             dk_acc += dk_j
             dv_acc += dv_j
     dk_acc *= scale
@@ -285,7 +315,7 @@ def joint_attention_backward_dmemory_kernel(
             q_i, dy_i, lse_i, delta_i = load_query_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BLOCK_D)
             mask = (tl.load(slot + b * T + i, mask=i < T, other=-1) == s)[:, None] & exists[None, :]
             scores = dot(q_i, tl.trans(k_j), DOT_DTYPE)
-            dk_j, dv_j = dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE)
+            dk_j, dv_j = dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE, 0)
             dk_acc += dk_j
             dv_acc += dv_j
     store_tile(dmemory_k + at, m, m < M, dk_acc * scale, G * K, K, BLOCK_D)

@@ -80,7 +80,7 @@ def use_triton(x: Tensor, compute_dtype: torch.dtype) -> bool:
 def joint_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Visibility, *, far: _Pair = (None, None), sources: MemorySources = _NO_SOURCES,
     fading: int = 0,
-    window: int | None, scale: float, config: LaunchConfig,
+    window: int | None, scale: float, soft_cap: float | None = None, config: LaunchConfig,
 ) -> Tensor:  # fmt: skip
     """Softmax attention of tokens q [B, T, H, K] to everything that each of them sees: y [B, T, H, K]. All tensors have q's dtype.
 
@@ -92,44 +92,51 @@ def joint_attention(
         fading: number of fading rows, the last ones of a memory.
         window: tokens; None: everything in the history that the limit allows, and nothing else.
         scale: of the scores.
+        soft_cap: scores s of a history alone become soft_cap tanh(s / soft_cap); None: they stay what they are.
     """
+    assert soft_cap is None or (seen.row is None and seen.far_limit is None)
     q, scale = with_positive_scale(q, scale)
-    y: Tensor = _Joint.apply(q, k, v, *far, *sources, seen, fading, window, scale, config)
+    y: Tensor = _Joint.apply(q, k, v, *far, *sources, seen, fading, window, scale, soft_cap, config)
     return y
 
 
 def history_attention(
-    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, *, scale: float, config: LaunchConfig
+    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, *, scale: float, soft_cap: float | None = None, config: LaunchConfig
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`joint_attention` to a history alone, outside of autograd: y [B, T, H, K], and the base-2 logarithm of the sum of weights,
     float32 [B, H, T], which the backward pass reads. k, v: [B, N + T, G, K]; limit: int32 [B, T]."""
-    return _history_launch(q, k, v, limit, scale, config).forward()
+    return _history_launch(q, k, v, limit, scale, soft_cap, config).forward()
 
 
 def history_attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, y: Tensor, lse: Tensor, dy: Tensor, *, scale: float, config: LaunchConfig
+    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, y: Tensor, lse: Tensor, dy: Tensor, *, scale: float,
+    soft_cap: float | None = None, config: LaunchConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v for `history_attention`."""
-    found = _history_launch(q, k, v, limit, scale, config).backward(y, lse, dy.contiguous(), adjacent=False)
+    found = _history_launch(q, k, v, limit, scale, soft_cap, config).backward(y, lse, dy.contiguous(), adjacent=False)
     return tuple(found[:3])  # type: ignore[return-value]
 
 
-def _history_launch(q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, config: LaunchConfig) -> "_JointAttentionLaunch":
-    return _JointAttentionLaunch([q.contiguous(), *_with_equal_strides(k, v), None, None], Visibility(limit), None, scale, config)
+def _history_launch(
+    q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, soft_cap: float | None, config: LaunchConfig
+) -> "_JointAttentionLaunch":
+    tensors = [q.contiguous(), *_with_equal_strides(k, v), None, None]
+    return _JointAttentionLaunch(tensors, Visibility(limit), None, scale, soft_cap, config)
 
 
 class _Joint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, far_k: Tensor | None, far_v: Tensor | None, *saved: Any) -> Tensor:
-        *backward_memories, seen, fading, window, scale, config = saved
+        *backward_memories, seen, fading, window, scale, soft_cap, config = saved
         k, v = _with_equal_strides(k, v)
         tensors = [q.contiguous(), k, v, *(None if x is None else x.contiguous() for x in (far_k, far_v))]
-        run = _JointAttentionLaunch(tensors, seen, window, scale, config)
+        ctx.options = window, scale, soft_cap, config
+        run = _JointAttentionLaunch(tensors, seen, *ctx.options)
         sources = MemorySources(*backward_memories)
         copies = run.copy_memories(sources, fading)
         y, lse = run.forward()
         ctx.save_for_backward(*tensors, *copies, y, lse, *seen)
-        ctx.window, ctx.scale, ctx.config, ctx.adjacent = window, scale, config, _adjacent(sources.fading_k, sources.fading_v)
+        ctx.adjacent = _adjacent(sources.fading_k, sources.fading_v)
         return y
 
     @staticmethod
@@ -137,8 +144,9 @@ class _Joint(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # accessed once: under activation checkpointing they can be unpacked only once
         tensors, copies, (y, lse), seen = saved[:5], saved[5:8], saved[8:10], Visibility(*saved[10:])
-        run = _JointAttentionLaunch(tensors, seen, ctx.window, ctx.scale, ctx.config, copies)
-        return (*run.backward(y, lse, dy.contiguous(), ctx.adjacent), *(None,) * 5)
+        window, scale, soft_cap, config = ctx.options
+        run = _JointAttentionLaunch(tensors, seen, window, scale, soft_cap, config, copies)
+        return (*run.backward(y, lse, dy.contiguous(), ctx.adjacent), *(None,) * 6)
 
 
 def _with_equal_strides(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,8 +177,8 @@ class _JointAttentionLaunch:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor | None], seen: Visibility, window: int | None, scale: float, config: LaunchConfig,
-        copies: Sequence[Tensor | None] = (None, None, None),
+        self, tensors: Sequence[Tensor | None], seen: Visibility, window: int | None, scale: float, soft_cap: float | None,
+        config: LaunchConfig, copies: Sequence[Tensor | None] = (None, None, None),
     ) -> None:  # fmt: skip
         q, k, v, *self.far = tensors
         assert q is not None
@@ -190,9 +198,10 @@ class _JointAttentionLaunch:
             "H": self.heads, "G": self.groups, "K": self.dim, "M": self.rows, "DOT_DTYPE": _tl_bfloat16() if low else None,
             "BLOCK_D": self.block_dim, "num_stages": self.config.stages_backward,
         }  # fmt: skip
+        self.cap = {"CAP": soft_cap or 0.0}
         self.query_options = {
             **self.common, "num_stages": self.config.stages, "N": self.before, "FAR": 0 if self.far[0] is None else window,
-            "num_warps": self.config.warps, "ROW": k.stride(1),
+            "num_warps": self.config.warps, "ROW": k.stride(1), **self.cap,
         }  # fmt: skip
         self.query_blocks = {"BLOCK_Q": self.config.queries, "BLOCK_K": self.config.keys, "BLOCK_M": self.memory_block}
 
@@ -299,7 +308,7 @@ class _JointAttentionLaunch:
             self.kernels.joint_attention_backward_dkv_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
                 self.q, k, v, limit, ends, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before,
                 MIN_DISTANCE=nearest, REACH=reach, ROW=k.stride(1), GRAD_ROW=dk.stride(1), E=self.entries,
-                num_warps=self.config.warps_backward, **options, **blocks,
+                num_warps=self.config.warps_backward, **options, **self.cap, **blocks,
             )  # fmt: skip
 
         sizes = {"BLOCK_K": self.config.keys_backward, "BLOCK_Q": self.config.queries_backward}

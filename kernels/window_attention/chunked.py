@@ -19,27 +19,29 @@ _WHOLE_BLOCK = 512
 
 def window_attention_chunked(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State, scale: float,
-    sinks: Tensor | None = None, chunk: int | None = None, need_final_state: bool = True,
+    sinks: Tensor | None = None, soft_cap: float | None = None, chunk: int | None = None, need_final_state: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.window_attention`, which checks the arguments; chunk: queries per block."""
     if window is None:
         # the State grows, so it is built once, and the blocks are inside one step
-        step, length = partial(_whole_step, scale=scale, block=chunk or _WHOLE_BLOCK), q.shape[1]
+        step, length = partial(_whole_step, block=chunk or _WHOLE_BLOCK), q.shape[1]
     else:
-        step, length = partial(_window_step, window=window, scale=scale), chunk or max(_BLOCK, window)
+        step, length = partial(_window_step, window=window), chunk or max(_BLOCK, window)
+    step = partial(step, scale=scale, soft_cap=soft_cap)
     last = None if need_final_state else partial(step, need_final_state=False)
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     return run_chunked(step, inputs, len(inputs), pos=pos, state=state, chunk=length, last=last)
 
 
 def _window_step(
-    inputs: Inputs, pos: Tensor | None, state: State, *, window: int, scale: float, need_final_state: bool = True
-) -> tuple[Tensor, State]:
+    inputs: Inputs, pos: Tensor | None, state: State, *, window: int, scale: float, soft_cap: float | None,
+    need_final_state: bool = True,
+) -> tuple[Tensor, State]:  # fmt: skip
     q, k, v, *sinks = inputs
     length, n = q.shape[1], window - 1
     keys, values = concat_tail(state["k"], k), concat_tail(state["v"], v)
     mask = visibility_mask(n, length, 0, window - 1, pos, state["seen"])
-    y = masked_attention(q, keys.to(q.dtype), values.to(q.dtype), mask, scale, *sinks)
+    y = masked_attention(q, keys.to(q.dtype), values.to(q.dtype), mask, scale, *sinks, soft_cap=soft_cap)
     if not need_final_state:
         return y, {}
     # clamped to the tail's length: then a segment that long knows `seen` without the State before it
@@ -48,8 +50,9 @@ def _window_step(
 
 
 def _whole_step(
-    inputs: Inputs, pos: Tensor | None, state: State, *, scale: float, block: int, need_final_state: bool = True
-) -> tuple[Tensor, State]:
+    inputs: Inputs, pos: Tensor | None, state: State, *, scale: float, soft_cap: float | None, block: int,
+    need_final_state: bool = True,
+) -> tuple[Tensor, State]:  # fmt: skip
     q, k, v, *sinks = inputs
     length, n = q.shape[1], state["k"].shape[1]
     keys, values = concat_tail(state["k"], k), concat_tail(state["v"], v)
@@ -59,7 +62,7 @@ def _whole_step(
         rows = visibility_mask(n + begin, end - begin, 0, None, None if pos is None else pos[:, begin:end], state["seen"] + begin)
         of_block, *sinks_of_block = (x[:, begin:end] for x in (q, *sinks))
         seen_k, seen_v = (x[:, : n + end].to(q.dtype) for x in (keys, values))
-        outputs.append(masked_attention(of_block, seen_k, seen_v, rows, scale, *sinks_of_block))
+        outputs.append(masked_attention(of_block, seen_k, seen_v, rows, scale, *sinks_of_block, soft_cap=soft_cap))
     y = torch.cat(outputs, dim=1)
     if not need_final_state:
         return y, {}

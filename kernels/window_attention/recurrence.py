@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from baton.kernels.window_attention.reference import window_attention_reference
 @dataclass(frozen=True)
 class WindowAttention(Recurrence):
     """Inputs q, with sinks also those, k, v along time; State {k, v [batch, window - 1, key heads, dim], seen [batch]}. See
-    `op.window_attention`. grouped: whether examples have fewer key heads."""
+    `op.window_attention`. soft_cap: of the scores; grouped: whether examples have fewer key heads."""
 
     window: int | None
     grouped: bool = False
     sinks: bool = False
+    soft_cap: float | None = None
     bfloat16_limit = 2e-2  # on a GPU the fused attention also rounds its weights
 
     @property
@@ -29,7 +31,8 @@ class WindowAttention(Recurrence):
 
     @property
     def _variant(self) -> str:
-        return f"{'-grouped' if self.grouped else ''}{'-sinks' if self.sinks else ''}"
+        cap = "" if self.soft_cap is None else f"-cap-{self.soft_cap}"
+        return f"{'-grouped' if self.grouped else ''}{'-sinks' if self.sinks else ''}{cap}"
 
     @property
     def input_names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -44,16 +47,20 @@ class WindowAttention(Recurrence):
         return tail_state_specs(k, v, self.window)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        qkv, sinks = _parted(inputs)
-        return window_attention(*qkv, window=self.window, sinks=sinks, pos=pos, state=state)
+        return self._run(inputs, pos, state, need_final_state=True)
 
     def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
-        qkv, sinks = _parted(inputs)
-        return window_attention(*qkv, window=self.window, sinks=sinks, pos=pos, state=state, need_final_state=False)[0]
+        return self._run(inputs, pos, state, need_final_state=False)[0]
+
+    def _run(self, inputs: Inputs, pos: Tensor | None, state: State | None, *, need_final_state: bool) -> tuple[Tensor, State]:
+        (q, k, v), sinks = _parted(inputs)
+        options: dict[str, Any] = {"window": self.window, "sinks": sinks, "soft_cap": self.soft_cap}
+        return window_attention(q, k, v, pos=pos, state=state, need_final_state=need_final_state, **options)
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        scale, (qkv, sinks) = inputs[0].shape[-1] ** -0.5, _parted(inputs)
-        return window_attention_reference(*qkv, window=self.window, pos=pos, state=state, scale=scale, sinks=sinks)
+        (q, k, v), sinks = _parted(inputs)
+        options: dict[str, Any] = {"scale": q.shape[-1] ** -0.5, "sinks": sinks, "soft_cap": self.soft_cap}
+        return window_attention_reference(q, k, v, window=self.window, pos=pos, state=state, **options)
 
     def tail_state(self, inputs: Inputs, pos: Tensor | None) -> State | None:
         k, v = inputs[-2:]
@@ -93,13 +100,13 @@ class FullAttention(WindowAttention, GatheredRecurrence):
 
     def attend(self, queries: Inputs, gathered: Inputs, pos: Tensor | None) -> tuple[Tensor, Inputs]:
         (q, *sinks), (k, v) = queries, gathered
-        return full_attention_forward(q, k, v, pos, *sinks)
+        return full_attention_forward(q, k, v, pos, *sinks, soft_cap=self.soft_cap)
 
     def attend_backward(
         self, queries: Inputs, gathered: Inputs, pos: Tensor | None, y: Tensor, saved: Inputs, dy: Tensor
     ) -> tuple[Inputs, Inputs]:
         (q, *sinks), (k, v) = queries, gathered
-        dq, dk, dv, *dsinks = full_attention_backward(q, k, v, pos, y, saved, dy, *sinks)
+        dq, dk, dv, *dsinks = full_attention_backward(q, k, v, pos, y, saved, dy, *sinks, soft_cap=self.soft_cap)
         return (dq, *dsinks), (dk, dv)
 
     def span_state(self, inputs: Inputs, pos: Tensor | None) -> State:
@@ -124,4 +131,4 @@ def tail_state_specs(k: Tensor, v: Tensor, window: int | None) -> tuple[StateSpe
     )
 
 
-RECURRENCES = (WindowAttention(5), WindowAttention(8, grouped=True, sinks=True), FullAttention())
+RECURRENCES = (WindowAttention(5), WindowAttention(8, grouped=True, sinks=True, soft_cap=1.5), FullAttention())

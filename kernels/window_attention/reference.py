@@ -21,6 +21,7 @@ def window_attention_reference(
     state: State | None,
     scale: float,
     sinks: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, State]:
     """As `op.window_attention`; nothing is checked."""
     batch, length, heads = q.shape[:3]
@@ -42,6 +43,8 @@ def window_attention_reference(
             K = torch.stack(keys[len(keys) - reach :], dim=1).repeat_interleave(heads // k.shape[2], dim=0)
             V = torch.stack(values[len(values) - reach :], dim=1).repeat_interleave(heads // k.shape[2], dim=0)
             scores = scale * torch.einsum("hk,hjk->hj", q[b, t], K)
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
             if sinks is not None:  # one more key, of this logit, whose value is 0
                 scores = torch.cat((scores, sinks[b, t, :, None]), dim=-1)
             weights = torch.softmax(scores, dim=-1)[:, :reach]

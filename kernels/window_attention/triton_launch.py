@@ -31,7 +31,8 @@ SHORT = 16
 
 def window_attention_triton(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None, pos: Tensor | None, state: State, scale: float,
-    sinks: Tensor | None = None, fresh: bool = False, config: LaunchConfig | None = None, need_final_state: bool = True,
+    sinks: Tensor | None = None, soft_cap: float | None = None, fresh: bool = False, config: LaunchConfig | None = None,
+    need_final_state: bool = True,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.window_attention`, which checks the arguments. fresh: nothing has been read, so there is no tail before the keys."""
     length, before, seen = q.shape[1], state["k"].shape[1], state["seen"]
@@ -43,10 +44,10 @@ def window_attention_triton(
     keys, values = (k, v) if fresh else (concat_tail(state[name], x) for name, x in (("k", k), ("v", v)))
     limit, of_q = limit.contiguous(), (q, keys.to(q.dtype), values.to(q.dtype))
     if sinks is None:
-        y = joint_attention(*of_q, Visibility(limit), window=window, scale=scale, config=config)
+        y = joint_attention(*of_q, Visibility(limit), window=window, scale=scale, soft_cap=soft_cap, config=config)
     else:
         q, scale = with_positive_scale(q, scale)
-        y = _WithSinks.apply(sinks, q, *of_q[1:], limit, scale, config)
+        y = _WithSinks.apply(sinks, q, *of_q[1:], limit, scale, soft_cap, config)
     if not need_final_state:
         return y, {}
     rows, seen = before + length if window is None else before, seen_after(length, pos, seen)
@@ -59,42 +60,43 @@ def window_attention_triton(
 
 def full_attention_triton(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, sinks: Tensor | None = None, *, scale: float,
-    config: LaunchConfig | None = None,
+    soft_cap: float | None = None, config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `op.full_attention_forward`, which checks the arguments."""
     config = config or _launch_config(q, k, None)
-    y, lse = history_attention(q, k.to(q.dtype), v.to(q.dtype), _whole_limit(q, k, pos), scale=scale, config=config)
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "config": config}
+    y, lse = history_attention(q, k.to(q.dtype), v.to(q.dtype), _whole_limit(q, k, pos), **options)
     return (y, lse) if sinks is None else _add_sinks(y, lse, sinks)
 
 
 def full_attention_backward_triton(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor | None, y: Tensor, lse: Tensor, dy: Tensor, sinks: Tensor | None = None, *,
-    scale: float, config: LaunchConfig | None = None,
+    scale: float, soft_cap: float | None = None, config: LaunchConfig | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As `op.full_attention_backward`."""
     config, limit = config or _launch_config(q, k, None), _whole_limit(q, k, pos)
-    dq, dk, dv = history_attention_backward(
-        q, k.to(q.dtype), v.to(q.dtype), limit, y, lse, dy.to(q.dtype), scale=scale, config=config
-    )
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "config": config}
+    dq, dk, dv = history_attention_backward(q, k.to(q.dtype), v.to(q.dtype), limit, y, lse, dy.to(q.dtype), **options)
     return dq, dk.to(k.dtype), dv.to(v.dtype), *(() if sinks is None else (_sink_gradients(y, lse, dy, sinks),))
 
 
 class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, config: LaunchConfig
-    ) -> Tensor:
-        y, lse = _add_sinks(*history_attention(q, k, v, limit, scale=scale, config=config), sinks)
+        ctx: Any, sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, limit: Tensor, scale: float, soft_cap: float | None,
+        config: LaunchConfig,
+    ) -> Tensor:  # fmt: skip
+        ctx.options = {"scale": scale, "soft_cap": soft_cap, "config": config}
+        y, lse = _add_sinks(*history_attention(q, k, v, limit, **ctx.options), sinks)
         ctx.save_for_backward(sinks, q, k, v, limit, y, lse)
-        ctx.scale, ctx.config = scale, config
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         sinks, q, k, v, limit, y, lse = ctx.saved_tensors
-        found = history_attention_backward(q, k, v, limit, y, lse, dy, scale=ctx.scale, config=ctx.config)
-        return _sink_gradients(y, lse, dy, sinks), *found, None, None, None
+        found = history_attention_backward(q, k, v, limit, y, lse, dy, **ctx.options)
+        return _sink_gradients(y, lse, dy, sinks), *found, *(None,) * 4
 
 
 def _add_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ def convert(
         target: one of TARGETS. Keys and values that several heads share are repeated for each, but for gsa, whose heads share them.
         keep_attention: of every so many layers the last keeps its attention; 0: none does.
 
-    Raises InterchangeError for another model, and for attention that has biases, norms, a gate or sinks of its own.
+    Raises InterchangeError for another model, and for attention that has biases, norms, a gate, sinks or a soft cap.
     """
     if target not in TARGETS:
         raise InterchangeError(f"there is no conversion to {target}; known: {', '.join(TARGETS)}")
@@ -78,9 +78,10 @@ def convert(
     (name,) = names
     attention, mlp = model.mixers[name], model.period[0][1]
     assert isinstance(attention, AttentionConfig)
-    if attention.qkv_bias or attention.qk_norm or attention.output_gate or attention.sinks:
+    if attention.qkv_bias or attention.qk_norm or attention.output_gate or attention.sinks or attention.score_soft_cap:
         raise InterchangeError(
-            "attention with qkv_bias, qk_norm, output_gate or sinks is not converted: a recurrent mixer has none of them"
+            "attention with qkv_bias, qk_norm, output_gate, sinks or score_soft_cap is not converted: "
+            "a recurrent mixer has none of them"
         )
     sizes = (*attention.head_counts(model.d_model), attention.head_dim)
     kept = [number for number in range(model.n_layers) if keep_attention and (number + 1) % keep_attention == 0]

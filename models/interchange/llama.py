@@ -10,7 +10,9 @@ from baton.models.interchange.rope import read_rope, write_rope
 from baton.models.settings.attention import AttentionConfig
 from baton.models.settings.swiglu import SwiGLUConfig
 
-PLAIN: dict[str, Any] = {"qkv_bias": False, "qk_norm": False, "output_gate": False, "sinks": False, "rope_fraction": 1.0}
+PLAIN: dict[str, Any] = {
+    "qkv_bias": False, "qk_norm": False, "output_gate": False, "sinks": False, "rope_fraction": 1.0, "score_soft_cap": None,
+}  # fmt: skip
 """Settings of attention that some formats cannot say, with the values they have there."""
 
 

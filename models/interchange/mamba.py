@@ -80,7 +80,8 @@ class Mamba(_StateSpace):
 
     def _says(self, mamba: Any) -> bool:
         """Whether the format has a form for these settings."""
-        return mamba.skip and mamba.discretization == "euler" and mamba.projection_norm_eps is None and len(mamba.selective) == 3
+        plain = mamba.block == "mamba" and mamba.skip and mamba.discretization == "euler" and mamba.projection_norm_eps is None
+        return plain and len(mamba.selective) == 3
 
     def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
         (name,) = model.layers[number]

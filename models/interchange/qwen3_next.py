@@ -169,6 +169,7 @@ def _attention(mixer: AttentionConfig, d: int, theirs: str, ours: str) -> Iterat
 def _says(settings: MixerConfig) -> bool:
     if isinstance(settings, AttentionConfig):
         plain = settings.window is None and not settings.qkv_bias and not settings.sinks and settings.rope_theta is not None
+        plain = plain and settings.score_soft_cap is None
         return plain and settings.qk_norm and settings.output_gate
     return not isinstance(settings, GatedDeltaNetConfig) or settings.beta_max == 1
 

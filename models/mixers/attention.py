@@ -1,9 +1,9 @@
 """Causal softmax attention with rotary positions, over the whole document or a sliding window.
 
 Source: Vaswani et al. 2017; Su et al. 2021 for rotary positions; Ainslie et al. 2023 for grouped-query heads; Beltagy et al. 2020
-for the sliding window; Henry et al. 2020 for normalised queries and keys, in Qwen3's form; Qiu et al. 2025 for
-the gate of the outputs ("Gated Attention for Large Language Models"), in Qwen3-Next's form; OpenAI 2025, "gpt-oss", for sinks.
-Heads are split over the tensor group.
+for the sliding window; Henry et al. 2020 for normalised queries and keys, in Qwen3's form; Qiu et al. 2025 for the
+gate of the outputs ("Gated Attention for Large Language Models"), in Qwen3-Next's form; OpenAI 2025, "gpt-oss", for sinks; Gemma
+Team 2024, "Gemma 2", section 2, for the soft cap of scores. Heads are split over the tensor group.
 
 Shapes: B batch, T time, M d_model.
 """
@@ -45,8 +45,11 @@ class Attention(Mixer, settings=AttentionConfig):
         if self.config.rope_theta is not None:
             rates, magnitude = self.config.rope
             q, k = rotary(q, k, pos_BT, rates, magnitude=magnitude)
-        has_sinks, window = self.config.sinks, self.config.window
-        recurrence = FullAttention(sinks=has_sinks) if window is None else WindowAttention(window, sinks=has_sinks)
+        window, has_sinks, cap = self.config.window, self.config.sinks, self.config.score_soft_cap
+        if window is None:
+            recurrence: WindowAttention = FullAttention(sinks=has_sinks, soft_cap=cap)
+        else:
+            recurrence = WindowAttention(window, sinks=has_sinks, soft_cap=cap)
         # a logit per head, which every token has
         sinks = (self.sinks.expand(*q.shape[:2], -1),) if has_sinks else ()
         y, state = self.run_recurrence(recurrence, (q, *sinks, k, v), pos_BT, state, forward_context)

@@ -32,6 +32,7 @@ class Longhorn(SSMBlock, settings=LonghornConfig):
         return LonghornScan(gated=True)
 
     def scan_inputs(
-        self, x_BTD: Tensor, beta_BTD: Tensor, k_BTN: Tensor, q_BTN: Tensor, D_D: Tensor, z_BTD: Tensor, beta_bias_D: Tensor
+        self, x_BTD: Tensor, beta_BTD: Tensor, k_BTN: Tensor, q_BTN: Tensor, D_D: Tensor, z_BTD: Tensor | None, beta_bias_D: Tensor
     ) -> Inputs:
+        assert z_BTD is not None
         return x_BTD, k_BTN, q_BTN, beta_BTD, z_BTD, D_D, beta_bias_D

@@ -11,6 +11,10 @@ Differences from the paper:
 - The input matrix is discretized by Euler's rule, as in the released code; discretization=zoh is equation 4.
 - projection_norm_eps normalizes the step sizes' low-rank code, B and C, as FalconMamba (Zuo et al. 2024) does.
 
+The blocks of tables 1 and 6 are the setting block: without the gate, or H3's (Fu et al. 2023) with heads of one channel. There the
+scan's input is conv(k) v, from which dt, B and C are computed, and its output is multiplied by q. The paper says neither what H3's
+selective parameters are computed from nor how wide its heads are.
+
 The ablations of tables 7 and 8 are settings. selective says what is computed from the token; A_init has all initial values but
 the complex one. A B or C that is a parameter has the shape of algorithm 1, a row for each channel, with which the model has the
 parameter counts of tables 9 and 10. The kernels read a B and a C that all channels share, so the scan then runs over
@@ -27,14 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.kernels.gate import gated
 from baton.kernels.protocol import Inputs, State
 from baton.kernels.selective_scan.recurrence import SelectiveScan
 from baton.models import cached_constants
 from baton.models.forward_context import ForwardContext
 from baton.models.norm import unweighted
 from baton.models.settings.mamba import MambaConfig
-from baton.models.ssm_block import SSMBlock
+from baton.models.ssm_block import SSMBlock, gated_output
 
 
 class Mamba(SSMBlock, settings=MambaConfig):
@@ -50,7 +53,8 @@ class Mamba(SSMBlock, settings=MambaConfig):
 
     @property
     def recurrence(self) -> SelectiveScan:
-        return SelectiveScan(self.config.discretization, gated=True)
+        gated = self.config.block == "mamba"
+        return SelectiveScan(self.config.discretization, gated=gated, activated=not gated)
 
     def shared_inputs(self, projected: Tensor) -> Mapping[str, Tensor]:
         parts, eps = super().shared_inputs(projected), self.config.projection_norm_eps
@@ -64,15 +68,15 @@ class Mamba(SSMBlock, settings=MambaConfig):
         x_BTD: Tensor,
         dt_BTD: Tensor,
         shared: Mapping[str, Tensor],
-        z_BTD: Tensor,
+        gate_BTD: Tensor | None,
         pos_BT: Tensor,
         state: State | None,
         forward_context: ForwardContext,
     ) -> tuple[Tensor, State]:
         if not self.config.static:
-            return super().scan(x_BTD, dt_BTD, shared, z_BTD, pos_BT, state, forward_context)
+            return super().scan(x_BTD, dt_BTD, shared, gate_BTD, pos_BT, state, forward_context)
         y_BTD, h_BDN = self._scan_apart(x_BTD, dt_BTD, shared, pos_BT, state, forward_context)
-        return gated(y_BTD, z_BTD, dtype=x_BTD.dtype), {"h": h_BDN}
+        return gated_output(self.config.block, y_BTD, gate_BTD, x_BTD.dtype), {"h": h_BDN}
 
     def _scan_apart(
         self,
@@ -111,6 +115,7 @@ class Mamba(SSMBlock, settings=MambaConfig):
         return y_BTD, h.reshape(len(x_BTD), -1, d_state) if forward_context.need_final_state else h
 
     def scan_inputs(
-        self, x_BTD: Tensor, dt_BTD: Tensor, B_BTN: Tensor, C_BTN: Tensor, D_D: Tensor, z_BTD: Tensor, dt_bias_D: Tensor
+        self, x_BTD: Tensor, dt_BTD: Tensor, B_BTN: Tensor, C_BTN: Tensor, D_D: Tensor, z_BTD: Tensor | None, dt_bias_D: Tensor
     ) -> Inputs:
-        return x_BTD, dt_BTD, B_BTN, C_BTN, z_BTD, -torch.exp(self.A_log), D_D, dt_bias_D
+        z = () if z_BTD is None else (z_BTD,)
+        return x_BTD, dt_BTD, B_BTN, C_BTN, *z, -torch.exp(self.A_log), D_D, dt_bias_D

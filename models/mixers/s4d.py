@@ -6,7 +6,8 @@ split over the tensor group.
 Choices:
 
 - The block is Mamba's (projection, short convolution with SiLU, gate, projection), as in the ablations of Mamba's paper, where the
-  state space model is an inner layer among others. S4's own block has no convolution and no gate.
+  state space model is an inner layer among others; the setting block has the others of those tables. S4's own block has no
+  convolution and no gate.
 - B is 1, as in the released code: only the product of B and C matters. The discretization is the zero-order hold.
 - A has a real part that is negative by -exp(A_log), and dt = exp(log_dt) is a parameter of each channel.
 
@@ -16,14 +17,13 @@ Shapes: B batch, T time, M d_model, D this rank's channels (d_inner), N pairs of
 import torch
 from torch import Tensor, nn
 
-from baton.kernels.gate import gated
 from baton.kernels.protocol import State
 from baton.kernels.s4d import recurrence
 from baton.kernels.s4d.chunked import times
-from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.settings.s4d import S4DConfig
+from baton.models.ssm_block import convolution_of, gated_output, parts_of
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
@@ -48,15 +48,18 @@ class S4D(Mixer, settings=S4DConfig):
     def forward(
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
-        x_BTD, z_BTD = self.in_proj(x_BTM, self.in_proj.local_splits)
+        block = self.config.block
+        convolved_BTD, factor_BTD, gate_BTD = parts_of(block, self.in_proj(x_BTM, self.in_proj.local_splits))
         tail = None if state is None else {"conv": state["conv"]}
-        conv_inputs = (x_BTD, self.conv_weight, self.conv_bias)
-        x_BTD, tail = self.run_recurrence(ShortConv("silu"), conv_inputs, pos_BT, tail, forward_context)
+        conv_inputs = (convolved_BTD, self.conv_weight, self.conv_bias)
+        x_BTD, tail = self.run_recurrence(convolution_of(block), conv_inputs, pos_BT, tail, forward_context)
+        if factor_BTD is not None:
+            x_BTD = x_BTD * factor_BTD
         initial = None if state is None else {"h": state["h"]}
         inputs = (x_BTD, *self._discretized())
         y_BTD, h = self.run_recurrence(recurrence.S4D(), inputs, pos_BT, initial, forward_context)
         y_BTD = y_BTD + self.D * x_BTD
-        return self.out_proj(gated(y_BTD, z_BTD, dtype=z_BTD.dtype)), {**tail, **h}
+        return self.out_proj(gated_output(block, y_BTD, gate_BTD, x_BTD.dtype)), {**tail, **h}
 
     def _discretized(self) -> tuple[Tensor, Tensor, Tensor]:
         """dt Re A and dt Im A, [D, N], and C (exp(dt A) - 1) / A, [D, N, 2]."""

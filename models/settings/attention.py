@@ -74,6 +74,13 @@ class AttentionConfig(HeadsConfig):
         description="whether the softmax's sum has the exponential of a learned logit per head beside those of the scores, so that "
         "a head may attend to nothing, as in gpt-oss",
     )
+    score_soft_cap: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="scores s, after their scale, become cap tanh(s / cap) before the softmax, as in Gemma 2, where the cap is 50; "
+        "null: they are not capped",
+    )
 
     @property
     def state_grows(self) -> bool:

@@ -16,13 +16,14 @@ from baton.models.initializers import (
 )
 from baton.models.settings.cost_model import EXP_FLOPS, MixerCosts, SavedTensor
 from baton.models.settings.declarations import ParameterDeclaration, split
-from baton.models.settings.ssm_block import SSMBlockConfig
+from baton.models.settings.ssm_block import BLOCK, Block, SSMBlockConfig
 
 
 class MambaConfig(SSMBlockConfig):
     """The selective state space model of Mamba (Gu & Dao 2023)."""
 
     kind: Literal["mamba"] = "mamba"
+    block: Block = BLOCK
     A_init: Literal["s4d_real", "half", "random"] = Field(
         "s4d_real",
         description="initial values of A. s4d_real: -(n + 1) for state index n, the paper's default; half: -1/2; random: minus the "
@@ -83,6 +84,10 @@ class MambaConfig(SSMBlockConfig):
         # in this order, whatever that of the setting
         parts = {"step": "dt", "B": "B", "C": "C"}
         return {name: width for name, width in super().shared_widths(d_model).items() if parts[name] in self.selective}
+
+    @property
+    def form(self) -> Block:
+        return self.block
 
     @property
     def step_name(self) -> str:

@@ -1,6 +1,7 @@
 """Settings of S4D."""
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -10,6 +11,7 @@ from baton.models.settings import MixerConfig
 from baton.models.settings.cost_model import MixerCosts, RecurrenceCosts, SavedTensor, saved_by_gate
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split
 from baton.models.settings.eager import Eager
+from baton.models.settings.ssm_block import BLOCK, Block, projections, saved_by_block
 
 CHUNK = 16
 """Tokens of a chunk, as in kernels/s4d/chunked.py, which imports torch."""
@@ -21,6 +23,7 @@ class S4DConfig(MixerConfig):
     discretization=zoh."""
 
     kind: Literal["s4d"] = "s4d"
+    block: Block = BLOCK
     expand: int = Field(2, ge=1, description="d_inner / d_model; 2 as in Mamba")
     d_state: int = Field(
         64, ge=2, multiple_of=2, description="states per channel, of which each conjugate pair is computed once; 64 in S4D's paper"
@@ -54,7 +57,7 @@ class S4DConfig(MixerConfig):
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         inner = self.expand * d_model
         return (
-            column("in_proj", d_model, {"x": inner, "z": inner}),
+            column("in_proj", d_model, projections(self.block, inner)),
             split("conv_weight", inner, self.d_conv, init=linear(self.d_conv), decay=True),
             split("conv_bias", inner, init=linear(self.d_conv)),
             split("log_dt", inner, init=Between(math.log(self.dt_min), math.log(self.dt_max))),
@@ -81,10 +84,8 @@ class S4DConfig(MixerConfig):
         return MixerCosts(
             saved=(
                 SavedTensor("in_proj input", d_model, "compute", split=False),
-                SavedTensor("x and z", 2 * inner, "compute"),
-                SavedTensor("convolved x", inner, "compute"),
-                SavedTensor("y", inner, "float32"),
-                *saved_by_gate("z", inner),
+                *(replace(saved, recomputed=False) for saved in saved_by_block(self.block, inner)),
+                *self._saved_by_output(inner),
                 SavedTensor("out_proj input", inner, "compute"),
                 SavedTensor("discretized A and C", 21 * states, "float32", per_token=False),
                 # not saved where the recurrence runs again
@@ -97,6 +98,14 @@ class S4DConfig(MixerConfig):
             # a chunk's convolution, and per pair of states 4 to read and 4 to write
             vector_flops=2 * CHUNK * inner + 8 * states,
         )
+
+    def _saved_by_output(self, inner: int) -> tuple[SavedTensor, ...]:
+        """Saved tensors between the state space model and out_proj."""
+        if self.block == "no_gate":
+            return ()
+        if self.block == "h3":
+            return (SavedTensor("y", inner, "compute"),)
+        return (SavedTensor("y", inner, "float32"), *saved_by_gate("z", inner))
 
     def _eager(self, inner: int) -> Eager:
         """Cost of PyTorch's operators on a GPU, as a test counts them. inner: channels."""

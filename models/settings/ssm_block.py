@@ -1,6 +1,7 @@
 """Settings of the block that Mamba and Longhorn share."""
 
 from dataclasses import replace
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -18,6 +19,30 @@ from baton.models.settings.declarations import (
     split,
 )
 
+Block = Literal["mamba", "no_gate", "h3"]
+BLOCK: Any = Field(
+    "mamba",
+    description="the block around the state space model, as in tables 1 and 6 of Mamba's paper. mamba: a convolution with SiLU in "
+    "front of it, and a gate silu(z) behind it; no_gate: the same without the gate; h3: q SSM(conv(k) v) of a token's projections "
+    "q, k and v, as in H3 (Fu et al. 2023) with heads of one channel, where expand is 1",
+)
+"""The setting, which S4D has, too."""
+
+
+def projections(block: Block, inner: int) -> dict[str, int]:
+    """What in_proj computes, with widths."""
+    return dict.fromkeys({"mamba": "xz", "no_gate": "x", "h3": "qkv"}[block], inner)
+
+
+def saved_by_block(block: Block, inner: int) -> tuple[SavedTensor, ...]:
+    """Saved tensors between the projections: x is the state space model's input."""
+    parts = len(projections(block, inner))
+    return (
+        SavedTensor("projection", parts * inner, "compute"),
+        *((SavedTensor("convolved k", inner, "compute", recomputed=True),) if block == "h3" else ()),
+        SavedTensor("x", inner, "compute", recomputed=True),
+    )
+
 
 class SSMBlockConfig(MixerConfig):
     """The block of Mamba and Longhorn: projection, short convolution, gated diagonal scan, projection."""
@@ -31,6 +56,11 @@ class SSMBlockConfig(MixerConfig):
         description="add D x, the input scaled by a learned factor per channel, to the output; true as released, not in the "
         "papers' algorithms",
     )
+
+    @property
+    def form(self) -> Block:
+        """The block around the scan."""
+        return "mamba"
 
     @property
     def has_step_bias(self) -> bool:
@@ -71,7 +101,7 @@ class SSMBlockConfig(MixerConfig):
         inner, shared, step = self.expand * d_model, self.shared_widths(d_model), self.step_name
         rank = shared.get("step")
         return (
-            column("in_proj", d_model, {"x": inner, "z": inner}),
+            column("in_proj", d_model, projections(self.form, inner)),
             split("conv_weight", inner, self.d_conv, init=linear(self.d_conv), decay=True),
             split("conv_bias", inner, init=linear(self.d_conv)),
             # the step sizes' low-rank projection, and the vectors B and C, which all channels of a token share
@@ -96,14 +126,12 @@ class SSMBlockConfig(MixerConfig):
         return MixerCosts(
             saved=(
                 SavedTensor("in_proj input", d_model, "compute", split=False),
-                SavedTensor("x and z", 2 * inner, "compute"),
-                SavedTensor("convolved x", inner, "compute", recomputed=True),
+                *saved_by_block(self.form, inner),
                 SavedTensor("step code, B and C", code, "compute", split=False),
                 SavedTensor("projected step sizes", inner, "compute", in_recurrence="input", recomputed=True),
                 # output of softplus or sigmoid
                 SavedTensor("step sizes", inner, "float32", in_recurrence="graph"),
-                SavedTensor("y", inner, "float32", in_recurrence="graph"),
-                *(replace(saved, in_recurrence="graph") for saved in saved_by_gate("z", inner)),
+                *(self._saved_by_output(inner)),
                 SavedTensor("out_proj input", inner, "compute"),
             ),
             recurrences=(
@@ -114,6 +142,15 @@ class SSMBlockConfig(MixerConfig):
             all_reduces=(AllReduce("step code, B and C", code, "compute", "backward"),) if code else (),
             vector_flops=flops * inner * self.d_state,
         )
+
+    def _saved_by_output(self, inner: int) -> tuple[SavedTensor, ...]:
+        """Saved tensors between the scan and out_proj."""
+        if self.form == "h3":
+            return (SavedTensor("y", inner, "compute"),)
+        if self.form == "no_gate":
+            return ()
+        gate = (replace(saved, in_recurrence="graph") for saved in saved_by_gate("z", inner))
+        return (SavedTensor("y", inner, "float32", in_recurrence="graph"), *gate)
 
     @classmethod
     def small(cls) -> "SSMBlockConfig":

@@ -43,7 +43,7 @@ def compare(recurrence, length, config, *, wide, dtype=torch.float32, starts=0.1
         else:
             given = {"pos": pos.to(place), "state": entering, "scale": scale, "config": config}
             q, *sinks, k, v = own
-            given["sinks"] = sinks[0] if sinks else None
+            given |= {"sinks": sinks[0] if sinks else None, "soft_cap": recurrence.soft_cap}
             y, leaving = window_attention_triton(q, k, v, window=recurrence.window, **given)
         grads = gradients([y, *moving(leaving).values()], [*own, *moving(entering).values()], seeded(2))
         return {"y": y, **leaving, **{f"gradient {n}": x for n, x in enumerate(grads)}}
@@ -60,15 +60,16 @@ def test_outputs_and_gradients_are_the_definitions(recurrence, carried):
     compare(recurrence, 21, SMALL, wide=recurrence.grouped, carried=carried)
 
 
-@pytest.mark.parametrize(("window", "sinks"), [(6, True), (None, False)])
-def test_bfloat16(window, sinks):
-    compare(WindowAttention(window, sinks=sinks), 29, SMALL, wide=False, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("window", "options"), [(6, {"sinks": True}), (None, {}), (None, {"soft_cap": 2.0})], ids=str)
+def test_bfloat16(window, options):
+    compare(WindowAttention(window, **options), 29, SMALL, wide=False, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("window", [37, None])
 def test_longer_than_a_tile(window):
     """Rows visible to tokens several tiles later, and a window that is not a multiple of a tile."""
-    compare(WindowAttention(window, grouped=True, sinks=window is None), 75, SMALL, wide=False, starts=0.02)
+    options = {"sinks": True} if window is None else {"soft_cap": 50.0}
+    compare(WindowAttention(window, grouped=True, **options), 75, SMALL, wide=False, starts=0.02)
 
 
 @pytest.mark.parametrize(("window", "length"), [(20, 45), (20, 12), (None, 45)])
@@ -143,6 +144,7 @@ def test_the_leaving_state_is_the_chunked_forms(window):
 def test_the_launch_configs_of_runs(window, dtype):
     compare(WindowAttention(window, grouped=True), 700, LaunchConfig(), wide=True, dtype=dtype, starts=0.004)
     compare(WindowAttention(window), 700, LaunchConfig(), wide=True, dtype=dtype, starts=0.004, carried=False)
+    compare(WindowAttention(window, soft_cap=2.0), 700, LaunchConfig(), wide=True, dtype=dtype, starts=0.004)
 
 
 def compare_heads(dim, dtype, length):

@@ -23,14 +23,16 @@ def _arguments(
     return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("sinks", "soft_cap"), [(False, None), (True, None), (True, 0.6), (False, 50.0)])
 @pytest.mark.parametrize("window", [None, 1, 3, 40])
-def test_one_document_is_masked_attention(window: int | None, sinks: bool):
-    """Against an explicit softmax over all keys, and over a sink that is one more without a value."""
+def test_one_document_is_masked_attention(window: int | None, sinks: bool, soft_cap: float | None):
+    """Against an explicit softmax over all keys, of capped scores, and over a sink that is one more without a value."""
     leaves = _arguments(1, 23, sinks=sinks)
     q, k, v, *sink = leaves
-    y, _ = window_attention(q, k, v, window=window, sinks=sink[0] if sinks else None, pos=torch.arange(23).expand(2, -1))
+    options = {"sinks": sink[0] if sinks else None, "soft_cap": soft_cap}
+    y, _ = window_attention(q, k, v, window=window, pos=torch.arange(23).expand(2, -1), **options)
     scores = torch.einsum("bihk,bjhk->bhij", q, k.repeat_interleave(2, dim=2)) * 6**-0.5
+    scores = scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()
     distance = torch.arange(23)[:, None] - torch.arange(23)
     hidden = (distance < 0) | (distance >= (window or 23))
     scores = torch.cat((scores.masked_fill(hidden, -torch.inf), *(x.transpose(1, 2).unsqueeze(-1) for x in sink)), dim=-1)
@@ -44,15 +46,15 @@ def test_one_document_is_masked_attention(window: int | None, sinks: bool):
 @law(max_examples=10)
 @given(
     seed=seeds, length=st.integers(1, 40), window=st.one_of(st.none(), st.integers(1, 12)), chunk=st.integers(1, 40),
-    sinks=st.booleans(),
+    sinks=st.booleans(), soft_cap=st.sampled_from([None, 0.8]),
 )  # fmt: skip
-def test_any_block_size_equals_the_definition(seed: int, length: int, window: int | None, chunk: int, sinks: bool):
+def test_any_block_size_equals_the_definition(seed, length, window, chunk, sinks, soft_cap):
     pos = positions(seeded(seed), 2, length, 0.1)
     found = []
     for function, options in ((window_attention_chunked, {"chunk": chunk}), (window_attention_reference, {})):
         leaves = _arguments(seed, length, sinks=sinks)
         state = empty(leaves[1].detach(), leaves[2].detach(), 0 if window is None else window - 1)
-        options |= {"sinks": leaves[3] if sinks else None}
+        options |= {"sinks": leaves[3] if sinks else None, "soft_cap": soft_cap}
         y, _ = function(*leaves[:3], window=window, pos=pos, state=state, scale=0.7, **options)
         found.append([y, *gradients([y], leaves, seeded(seed))])
     for ours, theirs in zip(*found, strict=True):
@@ -96,5 +98,7 @@ def test_a_window_of_nothing_is_refused():
         window_attention(*_arguments(7, 3), window=0)
     with pytest.raises(ValueError, match=r"sinks has shape \(2, 3\), expected \(batch, T, heads\) = \(2, 3, 4\)"):
         window_attention(*_arguments(7, 3), window=2, sinks=torch.ones(2, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"soft_cap is 0\.0, expected a number above 0, or None"):
+        window_attention(*_arguments(7, 3), window=2, soft_cap=0.0)
     with pytest.raises(ValueError, match="key heads that divides 4 heads"):
         window_attention(*_arguments(8, 3, groups=3), window=2)

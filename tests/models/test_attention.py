@@ -1,4 +1,4 @@
-"""Softmax attention's options: angles, gates and sinks compared with transformers' layers, and settings that do not fit."""
+"""Softmax attention's options: angles, gates, sinks and a cap compared with transformers' layers; settings that do not fit."""
 
 import sys
 
@@ -139,6 +139,33 @@ def test_the_mixer_with_sinks_is_gpt_osss_layer(window, single_mesh):
     distance = torch.arange(37)[:, None] - torch.arange(37)
     mask = torch.zeros(37, 37).masked_fill((distance < 0) | (distance >= (window or 37)), -torch.inf)[None, None]
     theirs.o_proj.bias.requires_grad_(False)
+    compare(layer, lambda x: theirs(x, angles(x, torch.arange(37)[None]), mask)[0], as_theirs, theirs, width)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_mixer_with_a_soft_cap_is_gemma_2s_layer(window, single_mesh):
+    """Its layers take turns: every other one has a window. Theirs has a scale of its own, which is given ours."""
+    from transformers.models.gemma2 import modeling_gemma2 as modeling
+
+    heads, groups, dim, width = 6, 2, 20, 24
+    sizes = {"hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": dim}
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    layers = {"num_hidden_layers": 1, "layer_types": ["full_attention" if window is None else "sliding_attention"]}
+    capped = {"attn_logit_softcapping": 0.2, "query_pre_attn_scalar": dim, "sliding_window": window or 37}
+    settings = modeling.Gemma2Config(**sizes, **layers, **capped, rope_parameters=rope, attn_implementation="eager")
+    theirs, angles = modeling.Gemma2Attention(settings, 0), modeling.Gemma2RotaryEmbedding(settings)
+    ours = {"heads": heads, "kv_heads": groups, "head_dim": dim, "rope_theta": 100.0, "window": window}
+    layer = built(AttentionConfig(**ours, score_soft_cap=0.2), width)
+
+    def as_theirs(p):
+        weights = p["in_proj.weight"].split([heads * dim, groups * dim, groups * dim])
+        return {
+            **{f"{n}_proj.weight": w for n, w in zip("qkv", weights, strict=True)},
+            "o_proj.weight": p["out_proj.weight"],
+        }
+
+    distance = torch.arange(37)[:, None] - torch.arange(37)
+    mask = torch.zeros(37, 37).masked_fill((distance < 0) | (distance >= (window or 37)), -torch.inf)[None, None]
     compare(layer, lambda x: theirs(x, angles(x, torch.arange(37)[None]), mask)[0], as_theirs, theirs, width)
 
 

@@ -122,7 +122,7 @@ def test_with_a_slot_for_every_token_it_is_attention_without_positions():
     ("name", "changes", "words", "needle"),
     [
         ("Mamba", {"state_size": 4}, [], "only a model whose layers are all attention and a MLP is converted"),
-        ("Qwen2", HEADS, [], "attention with qkv_bias, qk_norm, output_gate or sinks is not converted"),
+        ("Qwen2", HEADS, [], "attention with qkv_bias, qk_norm, output_gate, sinks or score_soft_cap is not converted"),
     ],
 )
 def test_other_models_are_refused(name, changes, words, needle, tmp_path, capsys):

@@ -296,6 +296,20 @@ def test_a_norm_over_other_channels_than_a_groups_is_exported_with_code():
     assert [library.split(",")[0] for library in libraries] == ["transformers"] * 2 + ["transformers with trust_remote_code=True"]
 
 
+def test_what_other_libraries_formats_cannot_say_is_exported_with_code():
+    """Mamba's other blocks, and a soft cap of attention's scores."""
+    sizes = {"d_model": 32, "n_layers": 2, "vocab_size": 61}
+
+    def library(pattern, **settings):
+        mixers = {pattern.split("+")[0]: settings}
+        return family_of_model(ModelConfig(**sizes, pattern=[pattern], mixers=mixers)).library.split(",")[0]
+
+    assert library("mamba") == library("attention+swiglu", head_dim=8) == "transformers"
+    others = [library("mamba", block=block) for block in ("no_gate", "h3")]
+    others += [library("attention+swiglu", head_dim=8, score_soft_cap=50.0)]
+    assert others == ["transformers with trust_remote_code=True"] * 3
+
+
 def test_every_family_has_its_architecture_once():
     names = [name for family in FAMILIES for name in family.architectures]
     assert len(names) == len(set(names))

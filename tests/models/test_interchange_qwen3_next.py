@@ -91,5 +91,5 @@ def test_a_model_with_other_settings_is_exported_with_code():
     shipped = yaml.safe_load((files("baton.configs") / "models" / "qwen3-next-dense-1.3b.yaml").read_text())
     assert family_of_model(ModelConfig(**shipped)).model_type == library() == "qwen3_next"
     others = [{"norm_eps": 1e-5}, {"attention": {"qk_norm": False}}, {"attention": {"sinks": True}}, {"attention": {"window": 4}}]
-    others += [{"delta": {"beta_max": 2.0}}, {"attention": {"rope_theta": None}}]
+    others += [{"attention": {"score_soft_cap": 50.0}}, {"delta": {"beta_max": 2.0}}, {"attention": {"rope_theta": None}}]
     assert {library(**changes) for changes in others} == {"baton"}

@@ -43,6 +43,7 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "static B, fixed gates, bias": ["mamba", "gsa", "kda"],
     "time-invariant, abc, learned bounds": ["mamba", "gsa", "hgrn2"],
     "hybrid": ["mamba", "lattice+swiglu", "bmojo"],
+    "other blocks": ["mamba", "s4d", "real"],
     "another hybrid": ["gated_delta_net*2", "attention|mamba2+swiglu"],
     "value residual": ["first+channel_mix", "rwkv7+channel_mix*2"],
 }
@@ -50,9 +51,9 @@ pytestmark = pytest.mark.usefixtures("remote_code")
 
 SETTINGS = {
     "attention, whole document": {"window": None, "rope_theta": None},
-    "attention, biases and norms": {"qkv_bias": True, "qk_norm": True},
+    "attention, biases and norms": {"qkv_bias": True, "qk_norm": True, "score_soft_cap": 1.5},
     "attention, gated, partly rotated by yarn": {
-        "output_gate": True, "sinks": True, "rope_fraction": 0.7,
+        "output_gate": True, "sinks": True, "rope_fraction": 0.7, "score_soft_cap": 0.3,
         "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
     },
     "bmojo, sliding": {"fading": "sliding", "predictor_weights": "uniform", "innovation_norm": "l1", "d_conv": None,
@@ -76,6 +77,10 @@ SETTINGS = {
     },
     "time-invariant, abc, learned bounds": {
         "mamba": {"selective": ()}, "gsa": {"gate": "abc"}, "hgrn2": {"bounds": "learned", "scale_queries": True},
+    },
+    "other blocks": {
+        "mamba": {"block": "h3"}, "s4d": {"block": "no_gate"},
+        "real": {"kind": "mamba", "block": "h3", "selective": (), "discretization": "zoh"},
     },
     "value residual": {"first": {"kind": "rwkv7", "value_residual": "first"}, "rwkv7": {"value_residual": "later"}},
     "channel mixing with a gate": {"receptance": True},

@@ -24,22 +24,25 @@ B, T, M, INNER, N = 2, 150, 12, 24, 16
 
 def by_convolution(p, x):
     """The block with one convolution as long as the sequence, by FFT: its kernel is 2 Re sum_n C_n (exp(dt A_n) - 1) / A_n
-    exp(dt A_n)^l."""
-    inner, z = (x @ p["in_proj.weight"].T).chunk(2, dim=-1)
+    exp(dt A_n)^l. Projections: x and z, x alone, or q, k and v."""
+    inner, *others = (x @ p["in_proj.weight"].T).split(INNER, dim=-1)
+    if len(others) == 2:
+        q, (inner, v) = inner, others
     u = F.conv1d(inner.mT, p["conv_weight"][:, None], p["conv_bias"], padding=3, groups=INNER)[..., :T]
-    u = F.silu(u)
+    u = u * v.mT if len(others) == 2 else F.silu(u)
     A = torch.complex(-p["A_log"].exp(), p["A_imag"])
     dtA = p["log_dt"].exp()[:, None] * A
     weights = torch.view_as_complex(p["C"]) * (dtA.exp() - 1) / A
     kernel = 2 * torch.einsum("dn,dnl->dl", weights, (dtA[..., None] * torch.arange(T)).exp()).real
     y = torch.fft.irfft(torch.fft.rfft(kernel, 2 * T) * torch.fft.rfft(u, 2 * T), 2 * T)[..., :T] + p["D"][:, None] * u
-    return (y.mT * F.silu(z)) @ p["out_proj.weight"].T
+    gate = q if len(others) == 2 else F.silu(others[0]) if others else 1.0
+    return (y.mT * gate) @ p["out_proj.weight"].T
 
 
 @pytest.mark.usefixtures("single_mesh")
-@pytest.mark.parametrize("law", ["lin", "inv"])
-def test_the_mixer_is_the_papers_convolution_with_gradients(law):
-    settings = S4DConfig(d_state=N, A_init=law)
+@pytest.mark.parametrize(("law", "block"), [("lin", "mamba"), ("inv", "no_gate"), ("inv", "h3")])
+def test_the_mixer_is_the_papers_convolution_with_gradients(law, block):
+    settings = S4DConfig(d_state=N, A_init=law, block=block)
     mixer = build_mixer(settings, MixerContext(M, 3, 1e-5, megatron_config(1), torch.float64))
     initialize_parameters(mixer, seed=1, tensor_rank=0, tensor_size=1)
     mixer.double()

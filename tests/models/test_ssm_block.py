@@ -27,6 +27,10 @@ SETTINGS = {
     "mamba, static B": MambaConfig(**SIZES, selective=("dt", "C"), A_init="random"),
     "mamba, static C": MambaConfig(**SIZES, selective=("B",), skip=False),
     "mamba, time-invariant": MambaConfig(**SIZES, selective=(), discretization="zoh"),
+    "no gate": MambaConfig(**SIZES, block="no_gate"),
+    "no gate, time-invariant": MambaConfig(**SIZES, block="no_gate", selective=(), discretization="zoh"),
+    "h3": MambaConfig(**SIZES, block="h3"),
+    "h3, time-invariant": MambaConfig(**SIZES, block="h3", selective=(), discretization="zoh"),
     "longhorn": LonghornConfig(**SIZES),
     "longhorn without skip": LonghornConfig(**SIZES, skip=False),
     "longhorn, algorithm 1 as printed": LonghornConfig(**SIZES, skip=False, beta_bias=False),
@@ -44,13 +48,16 @@ def mixer(settings, width=M):
 
 def by_hand(p, x, window, S):
     """The block, token by token; p: parameters by name, of which D and a bias may be missing; window: the last inputs of the
-    convolution [B, 3, D]; S: the state [B, D, N]. Documents do not start inside."""
+    convolution [B, 3, D]; S: the state [B, D, N]. Documents do not start inside. A token's projections are x, which is convolved,
+    and z, or x alone, or q, k and v."""
     longhorn, outputs = "A_log" not in p, []
     for t in range(x.shape[1]):
-        inner, z = (p["in_proj.weight"] @ x[:, t, :, None]).squeeze(-1).chunk(2, dim=-1)
+        inner, *others = (p["in_proj.weight"] @ x[:, t, :, None]).squeeze(-1).split(3 * M, dim=-1)
+        if len(others) == 2:
+            q, (inner, v) = inner, others
         window = torch.cat((window, inner[:, None]), dim=1)[:, -4:]
         u = torch.einsum("bwd,dw->bd", window, p["conv_weight"]) + p["conv_bias"]
-        u = u / (1 + torch.exp(-u))
+        u = u * v if len(others) == 2 else u / (1 + torch.exp(-u))
         # rows of x_proj: those of a code, of B (or k) and of C (or q), as far as there are; what has none is a parameter
         step_proj, rows = p.get("beta_proj.weight" if longhorn else "dt_proj.weight"), p.get("x_proj.weight")
         step, used = p.get("beta_bias" if longhorn else "dt_bias", 0.0) + torch.zeros_like(u), 0
@@ -71,7 +78,8 @@ def by_hand(p, x, window, S):
             size = (torch.exp(delta * A) - 1) / A if p["zoh"] else delta
             S = torch.exp(delta * A) * S + size * first * u[:, :, None]
         y = (S * second).sum(-1) + p.get("D", 0.0) * u
-        outputs.append((y * z / (1 + torch.exp(-z))) @ p["out_proj.weight"].T)
+        gate = [z / (1 + torch.exp(-z)) for z in others] if len(others) == 1 else [q] if others else [1.0]
+        outputs.append((y * gate[0]) @ p["out_proj.weight"].T)
     return torch.stack(outputs, dim=1), window[:, -3:], S
 
 

@@ -15,7 +15,7 @@ from baton.parallel.state_passing import run_recurrence
 
 B, HEADS, GROUPS, DIM = 2, 4, 2, 6
 CPU = torch.device("cpu")
-ATTENTION = FullAttention(sinks=True)
+ATTENTION = FullAttention(sinks=True, soft_cap=1.5)
 
 
 @cache

@@ -437,6 +437,7 @@ def _eidetic_kernels(arch):
             "BLOCK_K": config.keys,
             "BLOCK_M": config.memory,
             "ROW": 2048,
+            "CAP": 0.0,
         }
         back = {**common, "BLOCK_Q": config.queries_backward}
         name = {64: "eidetic", 128: "eidetic, 128", 256: "eidetic of 256 with memories,"}[dim]
@@ -457,6 +458,7 @@ def _eidetic_kernels(arch):
             "ROW": 4096,
             "GRAD_ROW": 4096,
             "E": 64,
+            "CAP": 0.0,
         }
         yield (
             f"{name} rows backward",
@@ -479,6 +481,7 @@ def _eidetic_kernels(arch):
     for dim, heads, groups in ((64, 32, 32), (128, 16, 16), (256, 16, 2)):
         config = config_of(dim, whole=True)
         yield from _history_kernels(f"attention of {dim}", dim, heads, groups, config, types)
+        yield from _history_kernels(f"attention of {dim}, capped,", dim, heads, groups, config, types, cap=50.0)
         yield from _history_kernels(f"attention of {dim} in float32", dim, heads, groups, config.for_float32(), types)
     for dim, heads, groups in ((80, 32, 32), (96, 16, 16), (160, 16, 4), (192, 12, 4)):
         yield from _history_kernels(f"attention, heads of {dim},", dim, heads, groups, config_of(dim, whole=True), types)
@@ -511,8 +514,9 @@ def attention_types():
     return {**integers, **dict.fromkeys(("lse", "delta", "dmemory_k", "dmemory_v"), "fp32"), "begin": "i32"}
 
 
-def _history_kernels(name, dim, heads, groups, config, types, reach=-1):
-    """Attention alone. config: of float32 where its steps have that size. reach: tokens of a window, without this one; -1: none."""
+def _history_kernels(name, dim, heads, groups, config, types, reach=-1, cap=0.0):
+    """Attention alone. config: of float32 where its steps have that size. reach: tokens of a window, without this one; -1: none.
+    cap: of scores; 0: none."""
     import triton.language as tl
 
     from baton.kernels.common.launch_utils import next_power_of_2
@@ -524,7 +528,7 @@ def _history_kernels(name, dim, heads, groups, config, types, reach=-1):
             **types,
             **dict.fromkeys(("q", "k", "v", "far_k", "far_v", "memory_k", "memory_v", "y", "dy", "dq", "dk", "dv"), "fp32"),
         }
-    sizes = {"H": heads, "G": groups, "K": dim, "BLOCK_D": next_power_of_2(dim), "ROW": groups * dim, "M": 0}
+    sizes = {"H": heads, "G": groups, "K": dim, "BLOCK_D": next_power_of_2(dim), "ROW": groups * dim, "M": 0, "CAP": cap}
     sizes["DOT_DTYPE"] = tl.bfloat16 if low else None
     queries = {**sizes, "FAR": 0, "BLOCK_Q": config.queries, "BLOCK_K": config.keys, "BLOCK_M": 16}
     forward = {**queries, "num_stages": config.stages, "maxnreg": config.registers}

@@ -20,16 +20,19 @@ VARIANTS = {
     **{kind: (kind, {}) for kind in kinds()},
     "attention, whole documents": ("attention", {"window": None}),
     "attention without positions": ("attention", {"rope_theta": None}),
-    "attention, biases": ("attention", {"qkv_bias": True}),
+    "attention, biases, capped": ("attention", {"qkv_bias": True, "score_soft_cap": 2.0}),
     "attention, norms": ("attention", {"qk_norm": True}),
     "attention, gated, partly rotated": ("attention", {"output_gate": True, "rope_fraction": 0.7}),
     "attention, gated, biases, norms": ("attention", {"output_gate": True, "qkv_bias": True, "qk_norm": True}),
     "attention, sinks": ("attention", {"sinks": True, "window": None}),
     "attention, both, without positions": ("attention", {"qkv_bias": True, "qk_norm": True, "rope_theta": None}),
-    "mamba, no skip": ("mamba", {"skip": False}),
+    "mamba, no skip, no gate": ("mamba", {"skip": False, "block": "no_gate"}),
     "mamba, static steps": ("mamba", {"selective": ("B", "C")}),
-    "mamba, static B": ("mamba", {"selective": ("dt", "C")}),
+    "mamba, static B, h3": ("mamba", {"selective": ("dt", "C"), "block": "h3"}),
     "mamba, time-invariant": ("mamba", {"selective": (), "skip": False}),
+    "mamba, h3": ("mamba", {"block": "h3"}),
+    "s4d, no gate": ("s4d", {"block": "no_gate"}),
+    "s4d, h3": ("s4d", {"block": "h3"}),
     "mamba, normalised projections": ("mamba", {"projection_norm_eps": 1e-6}),
     "longhorn, as printed": ("longhorn", {"skip": False, "beta_bias": False}),
     "bmojo, sliding": ("bmojo", {"fading": "sliding"}),
@@ -68,7 +71,7 @@ SAVED_WITH = [
     if precision == "bfloat16" or variant in kinds() or variant not in HANDED_ON
 ]
 RECOMPUTED = ("mamba", "gla", "bmojo")
-SELECTIVELY = ("mamba", "longhorn")
+SELECTIVELY = ("mamba", "mamba, h3", "longhorn")
 EXCHANGED = (*kinds(), "lattice, everything")
 # whether layers are run again, and what the residual stream is in: of what lives after a pass
 LIVING_WITH = [("none", "float32"), ("full", "bfloat16")]

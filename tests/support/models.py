@@ -19,16 +19,16 @@ SEQUENCES, SEQUENCE_LENGTH = 8, 24
 
 LLAMA3 = Llama3Scaling(factor=4.0, original_max_position_embeddings=16)
 OPTIONS = {
-    "bare": {"mamba": {"skip": False, "dt_init": "uniform"}, "longhorn": {"skip": False, "beta_bias": False}},
+    "bare": {"mamba": {"skip": False, "dt_init": "uniform", "block": "no_gate"}, "longhorn": {"skip": False, "beta_bias": False}},
     "ablated": {
-        "mamba": {"selective": ("C",), "A_init": "random"},
+        "mamba": {"selective": ("C",), "A_init": "random", "block": "h3"},
         "gsa": {"gate": "abc"},
         "lattice": {"conv_bias": True},
         "linear_attention": {"normalization": "rms"},
         "hgrn2": {"bounds": "learned", "scale_queries": True},
     },
     "static": {"gsa": {"gate": "data_independent"}},
-    "baselines": {"rg_lru": {}, "s4d": {}, "mamba3": {}},
+    "baselines": {"rg_lru": {}, "s4d": {"block": "h3"}, "mamba3": {}},
     "added": {"bmojo": {"add_ssm_output": True}},
     "falcon": {"mamba": {"projection_norm_eps": 1e-6}},
     "groups": {"mamba2": {"expand": 2, "n_groups": 4}, "gated_delta_net": {"v_heads": 8}, "kda": {"v_heads": 8, "gate_bias": True}},
@@ -42,9 +42,10 @@ OPTIONS = {
             "rope_fraction": 0.7,
             "rope_scaling": LLAMA3,
             "sinks": True,
+            "score_soft_cap": 0.5,
         }
     },
-    "full_attention": {"longhorn": {}, "attention": {"window": None, "sinks": True}},
+    "full_attention": {"longhorn": {}, "attention": {"window": None, "sinks": True, "score_soft_cap": 0.5}},
     "t2r": {"gsa": {"feature_map": "identity", "value_activation": None, "output_activation": None}},
 }
 """Models with other optional parts than by default: a layer of each mixer, and its settings; kind, where the name is another."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.common.attention_sinks import attention_with_sinks
+from baton.kernels.common.explicit_attention import explicit_attention
 from baton.models.interchange.remote.layers_baton import (
     FEATURE_MAPS,
     Parameters,
@@ -213,8 +213,9 @@ def attention(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State |
     # a token sees what is at most `pos` tokens before it, which is its document, and inside the window
     distance = torch.arange(seen, seen + length, device=x.device)[:, None] - torch.arange(seen + length, device=x.device)
     visible = (distance >= 0) & (distance <= pos[:, :, None]) & (distance < (c["window"] or k.shape[1]))
-    if c["sinks"]:
-        y = attention_with_sinks(q, k, v, visible, c["head_dim"] ** -0.5, p["sinks"].expand(*q.shape[:3])).flatten(2)
+    if c["sinks"] or c["score_soft_cap"] is not None:
+        sinks = p["sinks"].expand(*q.shape[:3]) if c["sinks"] else None
+        y = explicit_attention(q, k, v, visible, c["head_dim"] ** -0.5, sinks, c["score_soft_cap"]).flatten(2)
     else:
         keys, values = (a.repeat_interleave(q.shape[2] // k.shape[2], dim=2).transpose(1, 2) for a in (k, v))
         y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible[:, None]).transpose(1, 2).flatten(2)

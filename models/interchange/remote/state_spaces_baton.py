@@ -23,9 +23,12 @@ from baton.models.interchange.remote.layers_baton import (
 )
 from baton.models.interchange.remote.recurrences_baton import run
 
+BLOCKS = {"mamba": "xz", "no_gate": "x", "h3": "qkv"}
+"""Parts of the projection in each block."""
+
 
 def mamba(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    inner, z, tail, parts = _ssm_inputs(p, c, x, pos, state, [part for part in ("dt", "B", "C") if part in c["selective"]])
+    inner, gate, tail, parts = _ssm_inputs(p, c, x, pos, state, [part for part in ("dt", "B", "C") if part in c["selective"]])
     if c["projection_norm_eps"] is not None:
         parts = {name: rms_norm(part, None, c["projection_norm_eps"]).to(x.dtype) for name, part in parts.items()}
     steps = precise(linear(parts["dt"], p["dt_proj.weight"])) if "dt" in parts else precise(torch.zeros_like(inner))
@@ -40,32 +43,45 @@ def mamba(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | Non
         inputs = (B * u[..., None]).flatten(2), wide, A.reshape(-1, 1), one, one, torch.zeros_like(A).flatten()
         y, h = run("selective_scan", *inputs, initial_state=None if h is None else h.reshape(len(x), -1, 1), **said)
         y, h = (heads(y, len(A[0])) * C).sum(-1) + _skip(p, dt) * u, h.reshape(len(x), *A.shape)
-    return linear((y * F.silu(precise(z))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "h": h}
+    return linear(_gated(y, gate, c, x), p["out_proj.weight"]), {"conv": tail, "h": h}
 
 
 def longhorn(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    inner, z, tail, parts = _ssm_inputs(p, c, x, pos, state, ["beta", "k", "q"])
+    inner, gate, tail, parts = _ssm_inputs(p, c, x, pos, state, ["beta", "k", "q"])
     logits = precise(linear(parts["beta"], p["beta_proj.weight"]))
     beta = torch.sigmoid(logits + p["beta_bias"] if "beta_bias" in p else logits)
     inputs = precise(inner), precise(parts["k"]), precise(parts["q"]), beta, _skip(p, beta)
     y, S = run("longhorn", *inputs, pos=pos, initial_state=part_of(state, "S"))
-    return linear((y * F.silu(precise(z))).to(x.dtype), p["out_proj.weight"]), {"conv": tail, "S": S}
+    return linear(_gated(y, gate, c, x), p["out_proj.weight"]), {"conv": tail, "S": S}
 
 
 def _ssm_inputs(
     p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, names: list[str]
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """What Mamba and Longhorn share: the convolved channels, the gate, the convolution's tail, and what all channels share, of
-    which "dt" and "beta" are low-rank codes, the others as wide as the state."""
-    inner, z = linear(x, p["in_proj.x.weight"]), linear(x, p["in_proj.z.weight"])
+) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
+    """What Mamba, S4D and Longhorn share: the scan's input, the gate if there is one, the convolution's tail, and what all channels
+    share, of which "dt" and "beta" are low-rank codes, the others as wide as the state."""
+    projected = {name: linear(x, p[f"in_proj.{name}.weight"]) for name in BLOCKS[_block(c)]}
+    h3 = _block(c) == "h3"
+    inner, gate = projected["k" if h3 else "x"], projected.get("q" if h3 else "z")
     inner, tail = convolution(inner, p["conv_weight"], p["conv_bias"], pos, part_of(state, "conv"))
-    inner = F.silu(inner).to(x.dtype)
+    inner = inner.to(x.dtype) * projected["v"] if h3 else F.silu(inner).to(x.dtype)
     if not names:
-        return inner, z, tail, {}
+        return inner, gate, tail, {}
     shared = linear(inner, p["x_proj.weight"])
     states = sum(name not in ("dt", "beta") for name in names) * c["d_state"]
     widths = [shared.shape[-1] - states if name in ("dt", "beta") else c["d_state"] for name in names]
-    return inner, z, tail, dict(zip(names, shared.split(widths, dim=-1), strict=True))
+    return inner, gate, tail, dict(zip(names, shared.split(widths, dim=-1), strict=True))
+
+
+def _block(c: Settings) -> str:
+    return str(c.get("block", "mamba"))
+
+
+def _gated(y: Tensor, gate: Tensor | None, c: Settings, x: Tensor) -> Tensor:
+    """The scan's output y behind the block's gate, in x's dtype."""
+    if gate is None:
+        return y.to(x.dtype)
+    return y.to(x.dtype) * gate if _block(c) == "h3" else (y * F.silu(precise(gate))).to(x.dtype)
 
 
 def _skip(p: Parameters, like: Tensor) -> Tensor:
@@ -119,11 +135,11 @@ def rg_lru(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | No
 
 
 def s4d(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
-    inner, z, tail, _ = _ssm_inputs(p, c, x, pos, state, [])
+    inner, gate, tail, _ = _ssm_inputs(p, c, x, pos, state, [])
     dt, A = p["log_dt"].exp()[:, None], torch.complex(-p["A_log"].exp(), p["A_imag"])
     C = torch.view_as_real(torch.view_as_complex(p["C"]) * torch.expm1(dt * A) / A)
     h = part_of(state, "h")
     inputs = precise(inner), dt * A.real, dt * A.imag, C
     y, h = run("s4d", *inputs, pos=pos, initial_state=None if h is None else h.squeeze(-1))
-    y = (y.to(x.dtype) + p["D"] * inner) * F.silu(precise(z))
-    return linear(y.to(x.dtype), p["out_proj.weight"]), {"conv": tail, "h": h[..., None]}
+    y = _gated(y.to(x.dtype) + p["D"] * inner, gate, c, x)
+    return linear(y, p["out_proj.weight"]), {"conv": tail, "h": h[..., None]}
