@@ -118,7 +118,7 @@ def test_gradients_of_copies_are_added_in_the_order_of_publications_and_rounded_
     of_state = {name: state[leaf] for name, leaf in names.items()} if entered else {}
     if entered:
         k, v = (torch.cat((state[name], x), dim=1) for name, x in (("k", k), ("v", v)))
-    run = _JointAttentionLaunch([q, k, v, None, None], seen, 20, 1.0, SMALL)
+    run = _JointAttentionLaunch([q, k, v, None, None], seen, 20, 1.0, None, SMALL)
     sources = MemorySources(fading_k, fading_v, **of_state)
     memory_k, memory_v, _ = run.copy_memories(sources, fading)
     dmemory = tuple(torch.randn(memory_k.shape, generator=seeded(n)).to(DEVICE) for n in (5, 6))
