@@ -29,7 +29,7 @@ from baton.models.interchange.registry import family_of_model
 from baton.models.library import language_model
 from baton.models.lm import LanguageModel
 from baton.parallel.param_layout import named_layouts
-from baton.training.evaluation.generation import Sampling, generate, graph_recorder
+from baton.training.evaluation.generation import Sampling, generate, step_recorder
 
 AGREE = 3e-2
 """Of logits by two bfloat16 computations through all layers."""
@@ -123,7 +123,7 @@ class Bench:
             expected = theirs(ids, logits_to_keep=1).logits[:, 0].float()
         off = float((found - expected).norm() / expected.norm())
         words = {"tokens": self.new, "vocab_size": model.vocab_size, "stop": None, "sampling": Sampling(0)}
-        texts = [generate(model, ids.tolist(), **words, recorder=made) for made in (None, graph_recorder(model))]
+        texts = [generate(model, ids.tolist(), **words, recorder=made) for made in (None, step_recorder(model))]
         self.report.gate(
             name,
             off <= AGREE and texts[0] == texts[1],
@@ -134,7 +134,8 @@ class Bench:
     def _ours(self, model: LanguageModel, batch: int, recorded: bool = True) -> Callable[[], Any]:
         prompts = self.prompts(batch).tolist()
         words = {"tokens": self.new, "vocab_size": model.vocab_size, "stop": None, "sampling": Sampling(0)}
-        return lambda: generate(model, prompts, **words, recorder=graph_recorder(model) if recorded else None)
+        recorder = step_recorder(model) if recorded else None  # baton.load has one a model
+        return lambda: generate(model, prompts, **words, recorder=recorder)
 
     def _theirs(self, model: Any, batch: int) -> Callable[[], Any]:
         prompts = self.prompts(batch).cuda()

@@ -258,6 +258,14 @@ class Recurrence(ABC):
         """
         return self.run(inputs, pos, state)[0]
 
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        """`run` for one token a sequence, without gradients. The final State is written over the given one, except what has grown.
+
+        Override it where a kernel writes there itself: a State takes as much memory traffic as thousands of tokens.
+        """
+        y, after = self.run(inputs, pos, state)
+        return y, {name: state[name].copy_(x) if x.shape == state[name].shape else x for name, x in after.items()}
+
     @abstractmethod
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         """The definition, a loop over tokens, in the inputs' dtype and with plain autograd."""

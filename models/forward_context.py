@@ -22,12 +22,14 @@ class ForwardContext:
             sequences.
         need_final_state: False: final States are not computed, unless the link sends them to the next rank; placeholders that
             raise on use are returned (baton.kernels.protocol.absent_state).
+        overwrite_states: every sequence has one token, and its final State is written over the one given (`Recurrence.step`).
         shared: tensors that layers hand on to later ones beside the residual stream, by name; None: there are no other layers.
         recorded: a set that recurrences are added to; they then run their definition, not their kernels. None: they run as usual.
     """
 
     link: ContextLink | None = None
     need_final_state: bool = True
+    overwrite_states: bool = False
     shared: dict[str, Tensor] | None = None
     recorded: set[Recurrence] | None = None
 

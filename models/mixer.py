@@ -68,6 +68,8 @@ class Mixer(nn.Module, ABC):
                 float64 = tuple(x.double() if x.is_floating_point() else x for x in inputs)
                 y, final_state = recurrence.reference(float64, pos, state)
                 return y.to(inputs[0].dtype), final_state
+        if forward_context.overwrite_states and state is not None:
+            return recurrence.step(inputs, pos, state)
         link, need_final_state = forward_context.link, forward_context.need_final_state
         return run_recurrence(link, recurrence, inputs, pos, state, self.path, need_final_state)
 

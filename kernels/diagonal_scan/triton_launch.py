@@ -92,9 +92,16 @@ def default_launch_config(d_state: int, zoh: bool = False) -> LaunchConfig:
     return replace(fewer, block_d=16, block_d_backward=8) if d_state <= 32 else replace(fewer, block_d=8, block_d_backward=4)
 
 
+@cache
+def _one_token(config: LaunchConfig) -> LaunchConfig:
+    return replace(config, block_t=1, prefetch_t=1)
+
+
 def _launch_config_for(inputs: ScanInputs, activate: bool, zoh: bool) -> LaunchConfig:
     batch, length, channels = inputs.x.shape
     d_state, kind = inputs.B.shape[2], "longhorn" if inputs.A is None else "mamba zoh" if zoh else "mamba"
+    if length == 1:  # a step of generation, whose time goes into reading and writing states
+        return _one_token(default_launch_config(d_state, zoh))
     sizes = {"batch": batch, "tokens": length, "channels": channels, "activate": activate, "gated": inputs.z is not None}
     shape = shape_of(kind, d_state, batch, channels)
     return launch_configs.choose(KERNEL, default_launch_config(d_state, zoh), inputs.x.device, shape, sizes)
@@ -112,6 +119,7 @@ def diagonal_scan_triton(
     initial_state: Tensor | None,
     activate: bool = False,
     zoh: bool = False,
+    overwrite_state: bool = False,
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run a scan whose arguments the caller has checked; T >= 1, nothing is float64.
@@ -122,6 +130,7 @@ def diagonal_scan_triton(
         initial_state: float32 [batch, channels, d_state]; None: zero.
         activate: Mamba: dt is softplus(dt + dt_bias). Longhorn: beta is sigmoid(dt + dt_bias).
         zoh: Mamba's input is discretized by a zero-order hold, not by Euler's rule.
+        overwrite_state: the final state is written over initial_state if that is contiguous; for one token without gradients.
         config: None: that of the table.
 
     Returns:
@@ -134,7 +143,7 @@ def diagonal_scan_triton(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
         y, final = _Scan.apply(launch, initial_state, *inputs)
         return y, final
-    y, final, *_ = launch.forward(initial_state, keep=False)
+    y, final, *_ = launch.forward(initial_state, keep=False, overwrite=overwrite_state)
     return y, final
 
 
@@ -280,16 +289,22 @@ class _ScanLaunch:
         )  # fmt: skip
         return initial_states, final
 
-    def forward(self, initial_state: Tensor | None, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def forward(
+        self, initial_state: Tensor | None, *, keep: bool, overwrite: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """y, the final state and, if keep, what `backward` needs: checkpointed states [batch, chunks, channels, d_state] and, where
-        the sequence is split, the decays of the splits."""
+        the sequence is split, the decays of the splits. overwrite: a sequence that is not split writes its final state over
+        initial_state."""
         x, dt, _, _, _, D, z, dt_bias = self.inputs
         initial_states, decay = None if initial_state is None else launch_utils.contiguous_aligned(initial_state), None
         if self.num_splits > 1:
             decay, add = self.transitions()
             initial_states, _ = self.combine(decay, add, initial_states)
         y = self.empty(self.batch, self.length, self.channels, like=x)
-        final = self.empty(self.batch, self.channels, self.d_state)
+        # a program reads its block of states before it writes it
+        in_place = overwrite and initial_states is not None and self.num_splits == 1
+        final = initial_states if in_place else self.empty(self.batch, self.channels, self.d_state)
+        assert final is not None
         chunks = -(-self.length // self.config.checkpoint_interval)
         # final: a pointer of the same dtype and alignment, so that it is the same compiled kernel; it is not written as checkpoints
         checkpoints = self.empty(self.batch, chunks, self.channels, self.d_state) if keep else final

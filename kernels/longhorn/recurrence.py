@@ -11,6 +11,7 @@ from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_gates, extreme_keys, randn
 from baton.kernels.diagonal_scan.triton_launch import (
     ScanInputs,
+    diagonal_scan_triton,
     state_transition_backward_triton,
     state_transition_triton,
     use_triton,
@@ -52,6 +53,14 @@ class Longhorn(LinearRecurrence):
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         given = {**self._named(inputs), "beta_sigmoid": self.gated}
         y, S = longhorn(**given, pos=pos, initial_state=None if state is None else state["S"])  # type: ignore[arg-type]
+        return y, {"S": S}
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        if not use_triton(inputs[0], state_dtype(*inputs)):
+            return super().step(inputs, pos, state)
+        y, S = diagonal_scan_triton(
+            self._scanned(inputs), pos=pos, initial_state=state["S"], activate=self.gated, overwrite_state=True
+        )
         return y, {"S": S}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:

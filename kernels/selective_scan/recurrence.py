@@ -11,6 +11,7 @@ from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_steps, randn
 from baton.kernels.diagonal_scan.triton_launch import (
     ScanInputs,
+    diagonal_scan_triton,
     state_transition_backward_triton,
     state_transition_triton,
     use_triton,
@@ -53,6 +54,14 @@ class SelectiveScan(LinearRecurrence):
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         given = {**self._named(inputs), "dt_softplus": self._softplus, "discretization": self.discretization}
         y, h = selective_scan(**given, pos=pos, initial_state=None if state is None else state["h"])  # type: ignore[arg-type]
+        return y, {"h": h}
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        if not self._in_triton(inputs):
+            return super().step(inputs, pos, state)
+        y, h = diagonal_scan_triton(
+            self._scanned(inputs), pos=pos, initial_state=state["h"], activate=self._softplus, zoh=self._zoh, overwrite_state=True
+        )
         return y, {"h": h}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:

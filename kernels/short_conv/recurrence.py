@@ -10,6 +10,7 @@ from baton.kernels.common.example_inputs import randn
 from baton.kernels.protocol import Inputs, Recurrence, State, StateSpec
 from baton.kernels.short_conv.op import Activation, short_conv
 from baton.kernels.short_conv.reference import short_conv_reference
+from baton.kernels.short_conv.triton_launch import short_conv_step_triton, use_triton
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class ShortConv(Recurrence):
     def forward_no_state(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> Tensor:
         tail = None if state is None else state["conv"]
         return short_conv(*inputs, pos=pos, tail=tail, activation=self.activation, need_tail=False)[0]
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        if not use_triton(inputs[0]):
+            return super().step(inputs, pos, state)
+        y, tail = short_conv_step_triton(*inputs, pos=pos, tail=state["conv"], silu=self.activation == "silu")
+        return y, {"conv": tail}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         tail = None if state is None else state["conv"]

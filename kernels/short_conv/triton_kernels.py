@@ -133,6 +133,32 @@ def short_conv_forward_kernel(
 
 
 @triton.jit
+def short_conv_step_kernel(
+    x, weight, bias, tail, pos, y, x_batch,
+    DIM: tl.constexpr, W: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One token of every sequence: y [batch, DIM], and the tail [batch, W - 1, DIM] moved on by it in place."""
+    d, b = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.program_id(1).to(tl.int64)
+    d_in = d < DIM if not EVEN_D else tl.full([BLOCK_D], True, tl.int1)
+    tail += b * (W - 1) * DIM + d
+    taps, bias_d = load_taps(weight, d, d_in, W), tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32)
+    kept = ()
+    for i in tl.static_range(W - 1):
+        kept += (tl.load(tail + i * DIM, mask=d_in, other=0.0),)
+    kept += (tl.load(x + b * x_batch + d, mask=d_in, other=0.0),)
+    position = tl.load(pos + b) if HAS_POS else W
+    window = ()
+    for i in tl.static_range(W - 1):
+        window += (tl.where(position >= W - 1 - i, kept[i].to(tl.float32), 0.0),)
+    total = convolve(bias_d, taps, window, kept[W - 1].to(tl.float32), W)
+    if SILU:
+        total *= sigmoid(total)
+    tl.store(y + b * DIM + d, total.to(y.dtype.element_ty), mask=d_in)
+    for i in tl.static_range(W - 1):
+        tl.store(tail + i * DIM, kept[i + 1], mask=d_in)
+
+
+@triton.jit
 def block_backward(
     xs, dys, pos_s, t0, carry, taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end, d_in, T,
     DIM: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr,

@@ -40,6 +40,9 @@ class LaunchConfig:
 
 _DEFAULT = LaunchConfig()
 
+_STEP_CHANNELS = 256
+"""Channels of a program that runs one token."""
+
 
 def use_triton(x: Tensor) -> bool:
     """Whether tensors like x are computed by these kernels: on a GPU, in float32."""
@@ -57,6 +60,22 @@ def short_conv_triton(
         y, leaving = _ShortConv.apply(*inputs, pos, silu, config, need_tail)
         return y, leaving
     return _forward(x, weight, bias, tail, pos, silu, config, need_tail)
+
+
+def short_conv_step_triton(
+    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """`op.short_conv` of one token a sequence, x [batch, 1, channels], without gradients. The new tail is written over the given
+    one if that is contiguous."""
+    (batch, _, channels), width = x.shape, weight.shape[1]
+    rows, tail, pos = launch_utils.contiguous_last_dim(x), tail.contiguous(), launch_utils.int32_positions(pos)
+    y, block_d = torch.empty((batch, 1, channels), dtype=x.dtype, device=x.device), _STEP_CHANNELS
+    _kernels.short_conv_step_kernel[(-(-channels // block_d), batch)](
+        rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias), tail, x if pos is None else pos, y,
+        rows.stride(0), DIM=channels, W=width, HAS_POS=pos is not None, SILU=silu, EVEN_D=channels % block_d == 0,
+        BLOCK_D=block_d, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return y, tail
 
 
 def shape_of(width: int, element_bytes: int) -> launch_configs.Shape:

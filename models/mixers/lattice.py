@@ -23,6 +23,8 @@ Misprints in the paper:
 Shapes: B batch, T time, M d_model, H this rank's heads, K slots, V head_dim, W d_conv.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -60,8 +62,9 @@ class Lattice(Mixer, settings=LatticeConfig):
     ) -> tuple[Tensor, State]:
         config, dtype = self.config, self.step_bias.dtype
         qk_BTD, v_BTD, gate_BTD, gamma_BTH, *mu = self.in_proj(x_BTM, self.in_proj.local_splits)
-        q_BTHK, conv = self._convolved(qk_BTD, "conv_q", pos_BT, state, forward_context)
-        k_BTHK, _ = self._convolved(qk_BTD, "conv_k", pos_BT, state, forward_context)
+        tail_is_read_again = replace(forward_context, overwrite_states=False)
+        q_BTHK, _ = self._convolved(qk_BTD, "conv_q", pos_BT, state, tail_is_read_again)
+        k_BTHK, conv = self._convolved(qk_BTD, "conv_k", pos_BT, state, forward_context)
         # biases are added in fp32: in bf16, sums change in coarse steps, and a gate near 1 rounds to 1
         gamma_BTH = torch.sigmoid(gamma_BTH.to(dtype) + self.step_bias)
         if config.step_max != 1.0:

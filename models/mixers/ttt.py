@@ -15,6 +15,8 @@ Differences from the authors' code:
 Shapes: B batch, T time, M d_model, H this rank's heads, D head_dim, K tokens of a mini-batch, W d_conv.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,8 +59,9 @@ class TTT(Mixer, settings=TTTConfig):
     ) -> tuple[Tensor, State]:
         config, dtype = self.config, self.step_bias.dtype
         qk_BTD, v_BTD, gate_BTD, step_BTH = self.in_proj(x_BTM, self.in_proj.local_splits)
-        q_BTHD, conv = self._convolved(qk_BTD, "conv_q", pos_BT, state, forward_context)
-        k_BTHD, _ = self._convolved(qk_BTD, "conv_k", pos_BT, state, forward_context)
+        tail_is_read_again = replace(forward_context, overwrite_states=False)
+        q_BTHD, _ = self._convolved(qk_BTD, "conv_q", pos_BT, state, tail_is_read_again)
+        k_BTHD, conv = self._convolved(qk_BTD, "conv_k", pos_BT, state, forward_context)
         q_BTHD, k_BTHD = rotary(q_BTHD, k_BTHD, pos_BT % config.mini_batch, config.rates)
         weights = config.weight_shapes(self.context.d_model)
         inputs = (

@@ -21,7 +21,7 @@ from baton.parallel.param_layout import gather_parameters, initialize_parameters
 from baton.parallel.tensor import megatron_config
 from baton.training.build import build, make_deterministic
 from baton.training.checkpoint.shard_boxes import optimizer_boxes
-from baton.training.evaluation.generation import Sampling, generate, graph_recorder
+from baton.training.evaluation.generation import Sampling, generate, step_recorder
 from baton.training.lr_schedule import learning_rate
 from baton.training.step.executor import StepExecutor
 
@@ -244,7 +244,7 @@ def test_text_is_that_of_the_cpu_and_recorded_steps_write_the_same(mixer):
     words = {"tokens": 40, "vocab_size": 61, "stop": None, "seeds": [3, 1, 4, 1]}
     expected = generate(model, prompts, **words, sampling=Sampling(0))
     model.cuda()
-    recorder = graph_recorder(model)
+    recorder = step_recorder(model)
     (settings,) = model_of(mixer).mixers.values()
     assert (recorder is None) == settings.state_grows
     assert generate(model, prompts, **words, sampling=Sampling(0)) == expected

@@ -10,7 +10,7 @@ from support.prefetch_trace import asking_watched
 from support.recurrences import positions, seeded
 
 from baton.kernels.short_conv.reference import short_conv_reference
-from baton.kernels.short_conv.triton_launch import LaunchConfig, short_conv_triton
+from baton.kernels.short_conv.triton_launch import LaunchConfig, short_conv_step_triton, short_conv_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAUNCH_CONFIG = LaunchConfig(block_d=8, block_t=4, span=8)
@@ -149,3 +149,25 @@ def test_what_is_loaded_was_asked_for(length, unasked):
     for name, tokens in (("x", first | window), ("dy", first)):
         # a row is two lines
         assert unasked["short_conv_backward_kernel", name] == {2 * t + line for t in tokens for line in range(2)}, name
+
+
+@pytest.mark.parametrize(
+    ("width", "silu", "dtype"), [(4, True, torch.bfloat16), (4, False, torch.float32), (2, True, torch.float32)]
+)
+def test_a_step_is_one_token_whose_tail_is_written_over_the_one_before(width, silu, dtype):
+    """Also where a document starts, or has started within the tail; more channels than a program has."""
+    g, limit = seeded(width), LIMITS[dtype]
+    x, tail, weight, bias = (
+        torch.randn(*shape, generator=g).to(DEVICE, dtype) for shape in ((4, 3, 300), (4, width - 1, 300), (300, width), (300,))
+    )
+    pos = torch.tensor([7, 0, 1, 2], dtype=torch.int32, device=DEVICE)[:, None]
+    for own_pos in (pos, None):
+        given, token = tail.clone(), x[:, 1:2]  # a view whose rows are further apart than its channels
+        y, leaving = short_conv_step_triton(token, weight, bias, pos=own_pos, tail=given, silu=silu)
+        expected, moved = short_conv_reference(
+            token.double().cpu(), weight.double().cpu(), bias.double().cpu(), pos=None if own_pos is None else own_pos.cpu(),
+            tail=tail.double().cpu(), activation="silu" if silu else None,
+        )  # fmt: skip
+        assert relative_error(y.double().cpu(), expected) <= limit
+        assert leaving.data_ptr() == given.data_ptr()
+        assert torch.equal(given.double().cpu(), moved)

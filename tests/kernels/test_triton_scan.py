@@ -284,3 +284,23 @@ def test_what_is_loaded_was_asked_for(kind, length, unasked):
         assert unasked[kernel, "bc"] <= lines(first, row), kernel
     borders = [(begin // border, begin // border + 1) for begin, _ in chunks]
     assert unasked["diagonal_scan_backward_kernel", "checkpoints"] == lines(borders, channels * d_state)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "zoh", "longhorn"])
+def test_a_step_writes_its_state_over_the_one_before(kind):
+    """Also where a document starts, from a view of B, C and z, and with the launch that a step has by default."""
+    given, _ = example(kind, 3, 1, 40, 16, activate=True, gated=True)
+    pos = torch.tensor([5, 0, 1], dtype=torch.int32, device=DEVICE)[:, None]
+    expected, final = definition(given, pos.cpu(), activate=True, zoh=kind == "zoh")
+    own = rounded(given, torch.float32)
+    for name in ("B", "C", "z"):
+        own[name] = torch.cat((own[name], own[name]), dim=2)[..., : own[name].shape[2]]
+    inputs, state = ScanInputs(*(own[name] for name in ScanInputs._fields)), own["initial"].clone()
+    options = {"activate": True, "zoh": kind == "zoh", "pos": pos, "overwrite_state": True}
+    y, after = diagonal_scan_triton(inputs, initial_state=state, **options)
+    assert after.data_ptr() == state.data_ptr()
+    for found, value in ((y, expected), (state, final)):
+        assert relative_error(found.double().cpu(), value) <= LIMITS[torch.float32]
+    apart = own["initial"].transpose(1, 2).contiguous().transpose(1, 2)  # cannot be written over
+    assert torch.equal(diagonal_scan_triton(inputs, initial_state=apart, **options)[1], state)
+    assert torch.equal(apart, own["initial"])

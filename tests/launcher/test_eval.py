@@ -56,7 +56,7 @@ def test_data_is_scored_as_training_scores_it(here, undisturbed, tmp_path, capsy
 
     words = "--data", str(here.elsewhere), "--split", "train", "--tokens", "900", "--length", "150", "--batch", "2"
     whole = evaluated(undisturbed, tmp_path, *words)
-    monkeypatch.setattr(windows, "PREFILL_TOKENS", 80)
+    monkeypatch.setattr(windows, "SCORED_TOKENS", 80)
     pieces = evaluated(undisturbed, tmp_path, *words)
     assert pieces["loss"] == pytest.approx(whole["loss"], rel=1e-6)
     parts = evaluated(undisturbed, tmp_path, *words, "--ranks", "2", "--by-position")
@@ -307,7 +307,7 @@ def test_requests_are_answered_as_lm_evals_own_backend_answers_them(harness, the
     from baton.training.evaluation import lm_harness
 
     root, *_ = harness
-    monkeypatch.setattr(lm_harness, "PREFILL_TOKENS", 7)
+    monkeypatch.setattr(lm_harness, "SCORED_TOKENS", 7)
     monkeypatch.setattr(generation, "PREFILL_TOKENS", 7)
     ours = lm_harness.HarnessModel(baton.load(root / "model", device="cpu"), batch=5)
 

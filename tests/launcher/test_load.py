@@ -84,7 +84,7 @@ def test_the_loss_of_text_is_that_of_its_tokens(loaded, monkeypatch):
     text, end = "déf main():\n    pass\n", loaded.tokenizer.eod_id
     ids = [end, *loaded.tokenizer.encode(text), end]
     losses = -torch.log_softmax(plain(loaded, ids[:-1]).double(), dim=-1)[range(len(ids) - 1), ids[1:]]
-    monkeypatch.setattr("baton.training.evaluation.loaded_model.PREFILL_TOKENS", 5)
+    monkeypatch.setattr("baton.training.evaluation.loaded_model.SCORED_TOKENS", 5)
     found = loaded.loss(text)
     assert found.loss == pytest.approx(float(losses.mean()), rel=1e-5)
     assert found.tokens == len(ids) - 1

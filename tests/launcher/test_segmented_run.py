@@ -86,7 +86,9 @@ def test_a_truncated_run_killed_in_mid_step_and_mid_document_goes_on_bit_for_bit
     complete(launch, inputs, whole, TRUNCATED)
     # A group surveys one segment and runs two forwards and backwards. A step has two micro-batches of two groups; in the first two
     # steps, whose sequences are half as long and twice as many, of one.
-    ended = killed(launch, inputs, broken, TRUNCATED, 2 * 10 + 2 * 20 + 9, tmp_path, monkeypatch)
+    # Saved at once: one that is written beside the next steps is published whenever the disk has it.
+    words = (*TRUNCATED, "training.checkpoint.async_save=false")
+    ended = killed(launch, inputs, broken, words, 2 * 10 + 2 * 20 + 9, tmp_path, monkeypatch)
     assert ended.rows[-1]["step"] == 4
     assert ended.checkpoints == [3]
     _, manifest = checkpoint(broken, 3)

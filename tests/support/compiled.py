@@ -659,6 +659,7 @@ def _kernels(arch):
     from baton.kernels.diagonal_scan.triton_common import LONGHORN, MAMBA, MAMBA_ZOH
     from baton.kernels.diagonal_scan.triton_launch import KERNEL, default_launch_config, shape_of
     from baton.kernels.short_conv import triton_kernels
+    from baton.kernels.short_conv.triton_launch import _STEP_CHANNELS
     from baton.kernels.short_conv.triton_launch import LaunchConfig as ConvLaunchConfig
 
     conv_config = ConvLaunchConfig()
@@ -686,6 +687,8 @@ def _kernels(arch):
         }
         yield f"{label} summarize", triton_forward.diagonal_scan_transition_kernel, summary, config.warps, "bf16"
         yield f"{label} scan", triton_forward.diagonal_scan_forward_kernel, {**ahead, **whole}, config.warps, "bf16"
+        one = {"BLOCK_T": 1, "PREFETCH_T": 1}
+        yield f"{label} step", triton_forward.diagonal_scan_forward_kernel, {**ahead, **whole, **one}, config.warps, "bf16"
         yield (
             f"{label} summarize backward",
             triton_backward.diagonal_scan_transition_backward_kernel,
@@ -709,6 +712,8 @@ def _kernels(arch):
     conv = {"HAS_TAIL": True, "HAS_POS": True, "SILU": True, "EVEN_D": True, "DIM": CHANNELS, "W": 4}
     conv |= {"BLOCK_D": conv_config.block_d, "BLOCK_T": conv_config.block_t}
     yield "conv", triton_kernels.short_conv_forward_kernel, {**conv, "EVEN_T": True}, 1, "bf16"
+    step = {name: conv[name] for name in ("HAS_POS", "SILU", "EVEN_D", "DIM", "W")} | {"BLOCK_D": _STEP_CHANNELS}
+    yield "conv step", triton_kernels.short_conv_step_kernel, step, 4, "bf16"
     yield "conv backward", triton_kernels.short_conv_backward_kernel, {**conv, "EVEN_T": True, "HAS_DTAIL_OUT": False}, 1, "bf16"
     yield (
         "conv backward, tail taken",

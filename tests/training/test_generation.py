@@ -1,5 +1,7 @@
 """Prompts of unequal length in one batch: with every mixer, the States are those of each prompt alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.compare import relative_error
@@ -9,7 +11,7 @@ from support.recurrences import seeded
 from baton.models.library import language_model
 from baton.models.settings import kinds
 from baton.training.errors import RunError
-from baton.training.evaluation.generation import Sampling, generate, read_prompts
+from baton.training.evaluation.generation import Sampling, StepRecorder, generate, read_prompts
 
 LENGTHS = (5, 17, 1, 9, 17, 3)
 
@@ -35,6 +37,21 @@ def test_the_states_of_prompts_read_together_are_those_of_each_alone(kind):
                     assert relative_error(found, leaf[0]) <= 1e-5, (layer, name)
                 else:
                     assert torch.equal(found, leaf[0])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in kinds() if kind != "swiglu"])
+def test_tokens_that_write_over_their_states_are_those_of_the_whole_sequence(kind):
+    """A mixer that reads a State twice reads it before it is written."""
+    model = language_model(model_of(kind), seed=2)
+    tokens = torch.tensor(prompts_of((9, 9)))
+    pos = torch.arange(9, dtype=torch.int32).expand(2, -1)
+    with torch.no_grad():
+        expected, _ = model(tokens, pos)
+        _, states = model(tokens[:, :5], pos[:, :5])
+        for t in range(5, 9):
+            context = replace(model.forward_context, overwrite_states=True)
+            found, states = model.through_stages(tokens[:, t : t + 1], pos[:, t : t + 1], states, context)
+            assert relative_error(found[:, 0], expected[:, t]) <= 1e-5
 
 
 def test_a_row_ends_where_it_is_told_to():
@@ -83,9 +100,36 @@ def test_recorded_steps_are_steps(kind):
     expected = generate(model, prompts, **words)
     assert [len(ids) for ids in expected] == [30, 5, 3, 12, 7, 18]
     made.clear()
-    assert generate(model, prompts, **words, recorder=Again) == expected
-    assert [(one.warmed, one.held) for one in made] == [(1, False)] * 3
+    recorder = StepRecorder(Again)
+    assert generate(model, prompts, **words, recorder=recorder) == expected
+    assert [(one.warmed, one.held) for one in made] == [(1, False)] * 2 + [(1, True)]
     assert sum(one.replays for one in made) == 29 - 3
+
+
+def test_a_recorded_step_is_used_again_by_a_batch_of_as_many_rows():
+    """By no other batch, and not after the weights have changed; what has failed is not kept."""
+    model, words = language_model(model_of("mamba"), seed=2), {"vocab_size": 61, "stop": None, "sampling": Sampling(0.9)}
+    made.clear()
+    recorder = StepRecorder(Again)
+
+    def writes(prompts, tokens, recordings):
+        expected = generate(model, prompts, tokens=tokens, **words)
+        assert generate(model, prompts, tokens=tokens, **words, recorder=recorder) == expected
+        assert len(made) == recordings
+
+    writes(prompts_of(), 30, 1)
+    writes(prompts_of((8, 2, 2, 30, 1, 7)), 20, 1)
+    writes(prompts_of((8, 2)), 30, 2)
+    assert not made[0].held
+    with torch.no_grad():
+        model.norm.weight.mul_(1.5)
+    writes(prompts_of((8, 2)), 30, 3)
+    with pytest.raises(ZeroDivisionError):
+        generate(model, prompts_of((8, 2)), tokens=30, **words, ended=lambda row, ids: 1 / (20 - len(ids)) < 0, recorder=recorder)
+    assert not made[2].held
+    writes(prompts_of((8, 2)), 30, 4)
+    recorder.release()
+    assert [one.held for one in made] == [False] * 4
 
 
 def test_a_model_whose_logits_are_not_finite_says_so():

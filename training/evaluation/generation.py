@@ -6,6 +6,7 @@ the end of the next longer one, and so on. So each State is that of the prompt a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,8 +15,12 @@ from baton.models.lm import LanguageModel, States
 from baton.training.errors import RunError
 from baton.training.step.cuda_graphs import CudaGraphRecorder, GraphRecorder, Run
 
-PREFILL_TOKENS = 16384
-"""Tokens of all rows together in one forward pass over prompts, which bounds its memory."""
+PREFILL_TOKENS = 65536
+"""Tokens of all rows together in one forward pass over prompts, which bounds its memory. With a quarter of them a model of 130M
+parameters takes twice as long for a batch of prompts: Python launches its kernels as slowly as they run."""
+
+SCORED_TOKENS = 16384
+"""The same where every token's logits are computed, which take 200 KB a token."""
 
 _RECORDED_STEPS = 8
 """Steps that must be left to record one: recording takes about as long as three that are not recorded."""
@@ -37,11 +42,44 @@ class Sampling:
     top_p: float = 1.0
 
 
-def graph_recorder(model: LanguageModel) -> Callable[[torch.device], GraphRecorder] | None:
-    """What `generate` records a model's steps with: CUDA graphs on a GPU; None on a CPU, over pipeline stages, which exchange
-    messages in every step, and where a State grows, whose memory is another one after every token."""
+class StepRecorder:
+    """Records the steps of `generate`, which are then replayed without Python.
+
+    The last recorded step is kept with its batch's States, and replayed by later calls with as many rows, until `release` or as
+    long as this object lives. make: makes what records functions on a device.
+    """
+
+    def __init__(self, make: Callable[[torch.device], GraphRecorder]) -> None:
+        self.make = make
+        self._kept: _Decoding | None = None
+
+    def resume(self, new: "_Decoding") -> "_Decoding":
+        """What is kept, going on with the contents of `new`, if it is of the same kind; otherwise `new`."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept.takes_over(new):
+            return kept or new
+        kept.release()
+        return new
+
+    def keep(self, decoding: "_Decoding") -> None:
+        """Keep a batch whose text is written."""
+        self._kept = decoding
+
+    def release(self) -> None:
+        """Free what is kept."""
+        if self._kept is not None:
+            self._kept.release()
+            self._kept = None
+
+
+def step_recorder(model: LanguageModel) -> StepRecorder | None:
+    """Of a model's steps: CUDA graphs on a GPU; None on a CPU, over pipeline stages, which exchange messages in every step, and
+    where a State grows, whose memory is another one after every token."""
     on_gpu = next(model.parameters()).device.type == "cuda"
-    return CudaGraphRecorder if on_gpu and model.pipeline is None and not _state_grows(model) else None
+    if not on_gpu or model.pipeline is not None or _state_grows(model):
+        return None
+    # a step leaves no reference cycles; collecting garbage takes as long as a hundred steps
+    return StepRecorder(partial(CudaGraphRecorder, frees_memory=False))
 
 
 @torch.no_grad()
@@ -55,7 +93,7 @@ def generate(
     sampling: Sampling = Sampling(),
     seeds: Sequence[int] | None = None,
     ended: Callable[[int, list[int]], bool] | None = None,
-    recorder: Callable[[torch.device], GraphRecorder] | None = None,
+    recorder: StepRecorder | None = None,
 ) -> list[list[int]]:
     """Ids that follow each prompt: at most `tokens`, ending before `stop`.
 
@@ -67,7 +105,7 @@ def generate(
         vocab_size: ids of the tokenizer; padding is never sampled.
         seeds: of each row; None: 0 for all.
         ended: called with a row's number and its ids so far; the row ends where it returns True.
-        recorder: records a step, which is then replayed without Python (`graph_recorder`); None: no step is recorded.
+        recorder: of this model's steps (`step_recorder`); None: no step is recorded.
 
     Raises RunError if logits are not finite.
     """
@@ -88,8 +126,11 @@ def generate(
             draws.to(device),
             sampling,
             vocab_size,
-            recorder,
+            None if recorder is None else recorder.make,
         )
+        if recorder is not None:
+            decoding = recorder.resume(decoding)
+        finished = False
         try:
             chosen = decoding.first(None if hidden is None else hidden[index])
             numbers, alive = list(batch), set(batch)
@@ -106,6 +147,7 @@ def generate(
                     if token == stop or len(written[row]) == tokens or (ended is not None and ended(row, written[row])):
                         alive.remove(row)
                 if not alive:
+                    finished = True
                     break
                 if len(alive) < len(numbers) and decoding.shrinks_to(len(alive)):
                     kept = [n for n, row in enumerate(numbers) if row in alive]
@@ -113,7 +155,10 @@ def generate(
                     decoding.keep(kept)
                 chosen = decoding.step()
         finally:
-            decoding.release()
+            if recorder is not None and finished and decoding.is_recorded:
+                recorder.keep(decoding)
+            else:
+                decoding.release()
     return written
 
 
@@ -137,12 +182,32 @@ class _Decoding:
         self._model, self._states, self._pos, self._draws = model, states, pos, draws
         self._sampling, self._vocab_size, self._made = sampling, vocab_size, recorder
         # every context-parallel rank decodes all of a sequence
-        self._context = replace(model.forward_context, link=None)
+        self._context = replace(model.forward_context, link=None, overwrite_states=True)
         self._token = torch.zeros(len(pos), dtype=torch.int64, device=pos.device)
         self._draw = draws[:, 0].clone()
         self._steps = 1
+        # what a recorded step depends on beside the contents of its memory
+        weights = tuple((p.data_ptr(), p._version) for p in model.parameters())
+        self._kind = len(pos), sampling, vocab_size, weights
         self._recorder: GraphRecorder | None = None
         self._replay: Run | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its steps are replayed."""
+        return self._replay is not None
+
+    def takes_over(self, new: "_Decoding") -> bool:
+        """Go on with the rows of a new batch where they fit what is recorded; whether they do."""
+        if self._kind != new._kind:
+            return False
+        for layer, state in new._states.items():
+            for name, leaf in state.items():
+                self._states[layer][name].copy_(leaf)
+        self._pos.copy_(new._pos)
+        self._draws, self._steps = new._draws, 1
+        self._draw.copy_(new._draw)
+        return True
 
     def first(self, hidden: Tensor | None) -> list[int]:
         """The token after each prompt. hidden: of the prompts' last tokens [B, d_model]; None except on the last stage."""
@@ -188,7 +253,8 @@ class _Decoding:
         else:  # a replay reads them where this step has read them
             for layer, state in after.items():
                 for name, leaf in state.items():
-                    self._states[layer][name].copy_(leaf)
+                    if leaf.data_ptr() != self._states[layer][name].data_ptr():  # not written over it
+                        self._states[layer][name].copy_(leaf)
         self._pos += 1
         self._choose(None if hidden is None else hidden[:, -1])
 

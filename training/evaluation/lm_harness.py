@@ -15,11 +15,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 
 from baton.training.evaluation.generation import (
-    PREFILL_TOKENS,
+    SCORED_TOKENS,
     Sampling,
     batches_of_prompts,
     generate,
-    graph_recorder,
     read_prompts,
     take_rows,
 )
@@ -95,7 +94,7 @@ class HarnessModel(TemplateLM):
             greedy.logical_and_(((logits.argmax(-1) == wanted) | ~counted).all(1))
 
         score(hidden[index][:, None], 0)
-        states, width = take_rows(states, index), max(1, PREFILL_TOKENS // len(contexts))
+        states, width = take_rows(states, index), max(1, SCORED_TOKENS // len(contexts))
         for first in range(0, longest - 1, width):
             piece = tokens[:, first : min(first + width, longest - 1)]
             places = pos[:, None] + torch.arange(first, first + piece.shape[1], dtype=torch.int32, device=device)
@@ -148,7 +147,7 @@ class HarnessModel(TemplateLM):
             sampling=sampling,
             seeds=chosen,
             ended=ended if stops else None,
-            recorder=graph_recorder(self.loaded.model),
+            recorder=self.loaded.step_recorder,
         )
         texts = [text_of(row, written) for row, written in enumerate(ids)]
         for stop in stops:

@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from baton.data_pipeline.tokenizer import Tokenizer
 from baton.kernels.protocol import State
 from baton.models.lm import LanguageModel, States
 from baton.training.errors import RunError
-from baton.training.evaluation.generation import PREFILL_TOKENS, Sampling, generate, graph_recorder
+from baton.training.evaluation.generation import SCORED_TOKENS, Sampling, StepRecorder, generate, step_recorder
 
 
 class SequenceStates(dict[str, State]):
@@ -47,6 +48,11 @@ class LoadedModel:
     def __init__(self, model: LanguageModel, tokenizer: Tokenizer | None) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.vocab_size = model.vocab_size if tokenizer is None else min(model.vocab_size, tokenizer.vocab_size)
+
+    @cached_property
+    def step_recorder(self) -> StepRecorder | None:
+        """Keeps the last step that was recorded, so that batches of as many rows share it."""
+        return step_recorder(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -91,7 +97,7 @@ class LoadedModel:
             raise RunError("tokens: fewer than two ids, so none is predicted; give the EOD token before the first")
         ids = ids.to(self.device)
         total, states = torch.zeros((), dtype=torch.float64, device=self.device), None
-        width = max(1, PREFILL_TOKENS // len(ids))
+        width = max(1, SCORED_TOKENS // len(ids))
         pos = torch.arange(ids.shape[1] - 1, dtype=torch.int32, device=self.device).expand(len(ids), -1)
         for start in range(0, ids.shape[1] - 1, width):
             piece = slice(start, min(start + width, ids.shape[1] - 1))
@@ -146,7 +152,7 @@ class LoadedModel:
                 stop=tokenizer.eod_id,
                 sampling=sampling,
                 seeds=[row_seed(seed, start + n) for n in range(len(some))],
-                recorder=graph_recorder(self.model),
+                recorder=self.step_recorder,
             )
             yield [tokenizer.continuation(a, b) for a, b in zip(some, ids, strict=True)]
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from baton.training.evaluation.generation import Sampling, generate, graph_recorder
+from baton.training.evaluation.generation import Sampling, generate
 from baton.training.evaluation.loaded_model import LoadedModel
 from baton.training.evaluation.long_context_tasks import BY_DEPTH, Haystack, Sample, found_share, make_sample
 
@@ -74,7 +74,7 @@ def _scores(loaded: LoadedModel, made: Sequence[Sample], batch: int) -> list[flo
             vocab_size=loaded.vocab_size,
             stop=tokenizer.eod_id,
             sampling=Sampling(0),
-            recorder=graph_recorder(loaded.model),
+            recorder=loaded.step_recorder,
         )
         for sample, prompt, ids in zip(made[start:], some, texts, strict=False):
             found.append(found_share(tokenizer.continuation(prompt, ids), sample.answers))

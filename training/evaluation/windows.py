@@ -16,7 +16,7 @@ from baton.data_pipeline.evaluation import EvaluationStream
 from baton.data_pipeline.packing import IGNORE_INDEX, Batch
 from baton.models.lm import LanguageModel, States
 from baton.training.evaluation.evaluate import token_losses
-from baton.training.evaluation.generation import PREFILL_TOKENS
+from baton.training.evaluation.generation import SCORED_TOKENS
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def joined(shares: Sequence[WindowSums]) -> WindowsResult:
 def _losses(model: LanguageModel, batch: Batch[Tensor]) -> Iterator[tuple[int, Tensor, Batch[Tensor]]]:
     """(first token, losses [rows, tokens], the part of the batch) of a window's pieces."""
     rows, length = batch.tokens.shape
-    width = max(1, PREFILL_TOKENS // rows)
+    width = max(1, SCORED_TOKENS // rows)
     states: States | None = None
     for start in range(0, length, width):
         piece = slice(start, start + width)

@@ -40,10 +40,14 @@ class GraphRecorder(Protocol):
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs that share one memory pool."""
+    """Records CUDA graphs that share one memory pool.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    frees_memory: what can be freed is freed before a function is recorded, which takes a third of a second; False: only where
+    memory runs out.
+    """
+
+    def __init__(self, device: torch.device, *, frees_memory: bool = True) -> None:
+        self._stream, self._frees_memory = torch.cuda.Stream(device), frees_memory
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def warm_up(self, run: Run) -> None:
@@ -51,16 +55,34 @@ class CudaGraphRecorder:
         with torch.cuda.stream(self._stream):
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
-        gc.collect()  # what the run kept would stay beside what the graphs keep
+        if self._frees_memory:
+            gc.collect()  # what the run kept would stay beside what the graphs keep
 
     def record(self, run: Run) -> Run:
-        graph = torch.cuda.CUDAGraph()
-        pool = self._graphs[0].pool() if self._graphs else None
-        # other threads may go on using the GPU: one copies a checkpoint to the host, one watches NCCL
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        torch.cuda.synchronize(self._stream.device)
+        if self._frees_memory:
+            torch.cuda.empty_cache()
+        try:
+            graph = self._captured(run)
+        except torch.cuda.OutOfMemoryError:
+            if self._frees_memory:
+                raise
+            gc.collect()
+            torch.cuda.empty_cache()
+            graph = self._captured(run)
         self._graphs.append(graph)
         return graph.replay
+
+    def _captured(self, run: Run) -> torch.cuda.CUDAGraph:
+        graph, pool = torch.cuda.CUDAGraph(), self._graphs[0].pool() if self._graphs else None
+        with torch.cuda.stream(self._stream):
+            # other threads may go on using the GPU: one copies a checkpoint to the host, one watches NCCL
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph
 
     def release(self) -> None:
         for graph in self._graphs:
