@@ -1,11 +1,10 @@
 """Context parallelism: each rank has a segment of every sequence, receives the State from its left neighbour and sends to the
-right. (Papers also call it sequence parallelism.)
+right. (Papers also call it sequence parallelism.) Initial States are saved with the graph, so that recomputation of activations
+exchanges nothing.
 
 Segment s on rank r of P is virtual rank v = s P + r. States go from v to v + 1, gradients of States from v to v - 1. `ContextLink`
 knows where that is: the neighbour, at the ends of the group the other end, or, with a single rank, this process itself. The caller
 has the initial State of v = 0 and the final State of the last virtual rank. `parallel.state_passing` decides what is sent when.
-
-Initial States are saved with the graph, so that recomputation of activations exchanges nothing.
 """
 
 import os
@@ -18,7 +17,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from baton.kernels.protocol import State, StateSpec, flat_nbytes, from_flat, to_flat
+from baton.kernels.protocol import State, StateSpec
+from baton.kernels.state_message import flat_nbytes, from_flat, to_flat
 from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
 from baton.parallel.errors import CommError, LayoutError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.kernels import protocol
+from baton.kernels import protocol, state_message
 from baton.kernels.errors import KernelError
 from baton.kernels.protocol import StateSpec
 
@@ -24,11 +24,11 @@ def _state(batch: int) -> protocol.State:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_state_survives_the_round_trip_bit_for_bit(batch: int):
     state = _state(batch)
-    message = protocol.to_flat(state, LEAVES)
+    message = state_message.to_flat(state, LEAVES)
     assert message.dtype == torch.uint8
     assert message.is_contiguous()
-    assert message.numel() == protocol.flat_nbytes(LEAVES, batch)
-    back = protocol.from_flat(message, LEAVES, batch)
+    assert message.numel() == state_message.flat_nbytes(LEAVES, batch)
+    back = state_message.from_flat(message, LEAVES, batch)
     assert list(back) == [leaf.name for leaf in LEAVES]
     for name, tensor in state.items():
         assert back[name].dtype == tensor.dtype
@@ -40,16 +40,16 @@ def test_equal_states_make_equal_messages_whatever_their_memory_layout():
     strided = {
         name: x.transpose(0, -1).contiguous().transpose(0, -1).requires_grad_(x.is_floating_point()) for name, x in state.items()
     }
-    message = protocol.to_flat(strided, LEAVES)
-    assert torch.equal(message, protocol.to_flat(state, LEAVES))
+    message = state_message.to_flat(strided, LEAVES)
+    assert torch.equal(message, state_message.to_flat(state, LEAVES))
     assert not message.requires_grad
 
 
 def test_a_message_is_a_copy_and_its_state_a_view():
     state = _state(1)
-    message = protocol.to_flat(state, LEAVES)
+    message = state_message.to_flat(state, LEAVES)
     state["h"].zero_()
-    received = protocol.from_flat(message, LEAVES, 1)
+    received = state_message.from_flat(message, LEAVES, 1)
     assert received["h"].any()
     message.zero_()
     assert not received["h"].any()
@@ -71,7 +71,7 @@ def test_a_state_that_is_not_as_described_is_refused_by_name():
     with pytest.raises(KernelError, match=r"tail has dtype torch\.float32, expected torch\.bfloat16"):
         protocol.check({**state, "tail": state["tail"].float()}, LEAVES, 2)
     with pytest.raises(KernelError, match=r"expected .*where"):
-        protocol.to_flat({name: x for name, x in state.items() if name != "where"}, LEAVES)
+        state_message.to_flat({name: x for name, x in state.items() if name != "where"}, LEAVES)
     with pytest.raises(KernelError, match="extra"):
         protocol.check({**state, "extra": state["h"]}, LEAVES, 2)
 
@@ -85,7 +85,7 @@ def test_what_was_not_wanted_is_taken_for_no_state():
         lambda: state["h"].shape,
         lambda: protocol.detach(state),
         lambda: protocol.check(state, LEAVES, 2),
-        lambda: protocol.to_flat(state, LEAVES),
+        lambda: state_message.to_flat(state, LEAVES),
         lambda: state["h"].requires_grad_(),
     ):
         with pytest.raises(KernelError, match=said):
@@ -98,11 +98,11 @@ def test_what_was_not_wanted_is_taken_for_no_state():
 
 
 def test_a_message_of_another_size_is_refused():
-    message = protocol.to_flat(_state(2), LEAVES)
+    message = state_message.to_flat(_state(2), LEAVES)
     with pytest.raises(KernelError, match="message has shape"):
-        protocol.from_flat(message, LEAVES, 3)
+        state_message.from_flat(message, LEAVES, 3)
     with pytest.raises(KernelError, match="message has shape"):
-        protocol.from_flat(message.float(), LEAVES, 2)
+        state_message.from_flat(message.float(), LEAVES, 2)
 
 
 def test_a_leaf_that_cannot_be_is_refused():
