@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -117,6 +118,48 @@ def test_prompts_of_unequal_length_are_decoded_as_each_alone(loaded):
     assert loaded.generate(PROMPTS, seed=3, max_new_tokens=9, batch_size=2) == samples
     assert loaded.generate(PROMPTS, seed=4, max_new_tokens=9) != samples
     assert len(set(loaded.generate(["x"] * 6, seed=3, temperature=1.0, max_new_tokens=9))) > 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0: give 0"),
+        ({"temperature": math.nan}, "temperature=nan: give 0"),
+        ({"top_k": -5}, "top_k=-5: give 0"),
+        ({"top_p": 0.0}, "top_p=0.0: give a probability"),
+        ({"top_p": 1.1}, "top_p=1.1: give a probability"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1: give 0"),
+        ({"batch_size": 0}, "batch_size=0: give 1"),
+        ({"batch_size": -1}, "batch_size=-1: give 1"),
+        ({"prompts": b"def"}, "prompts: expected a string or a list of strings, got b'def'"),
+        ({"prompts": ["def", 3]}, "prompts: expected a string or a list of strings"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_is_none_is_refused(loaded, wrong, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        loaded.generate(**({"prompts": "def", "max_new_tokens": 2} | wrong))
+
+
+def test_what_is_nearly_an_argument_is_one(loaded):
+    """No tokens and no prompts; temperatures near 0; seeds of any size."""
+    assert loaded.generate(["def", ""], max_new_tokens=0) == ["", ""]
+    assert loaded.generate([]) == []
+    greedy = loaded.generate(PROMPTS, max_new_tokens=9, temperature=0)
+    assert loaded.generate(PROMPTS, max_new_tokens=9, temperature=1e-40) == greedy
+    assert loaded.generate("def", max_new_tokens=9, seed=-1) == loaded.generate("def", max_new_tokens=9, seed=2**64 - 1)
+    assert loaded.generate("def", max_new_tokens=9, seed=2**70 + 3) == loaded.generate("def", max_new_tokens=9, seed=3)
+
+
+def test_ids_outside_the_vocabulary_are_refused(loaded):
+    size = loaded.model.vocab_size
+    for ids, said in (([1, size], f"id {size} is outside"), ([1, -1], "id -1 is outside")):
+        with pytest.raises(ValueError, match=said):
+            loaded.loss(ids)
+        with pytest.raises(ValueError, match=said):
+            loaded(torch.tensor([ids]))
+    with pytest.raises(ValueError, match="tokens: no token"):
+        loaded(torch.zeros(1, 0, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("window", [None, 5])

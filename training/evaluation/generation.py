@@ -4,6 +4,7 @@ Prompts of unequal length share a batch without padding: all rows are read up to
 the end of the next longer one, and so on. So each State is that of the prompt alone.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,12 +35,20 @@ class Sampling:
     """How a token is chosen.
 
     temperature: 0: the most probable token. top_k: among the k most probable tokens; 0: among all. top_p: among the most probable
-    tokens whose probabilities together first reach p, after temperature and top_k.
+    tokens whose probabilities together first reach p, after temperature and top_k. Raises ValueError for other values.
     """
 
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature}: give 0 for the most probable token, or a positive number")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: give 0 for all tokens, or how many to draw among")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: give a probability above 0, at most 1")
 
 
 class StepRecorder:
@@ -110,6 +119,8 @@ def generate(
     Raises RunError if logits are not finite.
     """
     written: list[list[int]] = [[] for _ in prompts]
+    if tokens < 1:
+        return written
     generators = [torch.Generator(device="cpu").manual_seed(seed) for seed in seeds or [0] * len(prompts)]
     device = next(model.parameters()).device
     for batch in batches_of_prompts(model, prompts):
@@ -118,7 +129,7 @@ def generate(
         index = torch.tensor([place[tuple(prompts[row])] for row in batch], device=device)
         hidden, states = read_prompts(model, distinct)
         # the generators are the CPU's, whose draws are the same beside every device
-        draws = torch.stack([torch.rand(max(1, tokens), dtype=torch.float64, generator=generators[row]) for row in batch])
+        draws = torch.stack([torch.rand(tokens, dtype=torch.float64, generator=generators[row]) for row in batch])
         decoding = _Decoding(
             model,
             take_rows(states, index),
@@ -337,7 +348,8 @@ def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
     if sampling.top_k:
         least = logits.topk(min(sampling.top_k, logits.shape[1])).values[:, -1:]
         logits = torch.where(logits >= least, logits, -torch.inf)
-    probabilities = torch.softmax(logits / sampling.temperature, dim=-1)
+    # what is divided is at most 0, so that no temperature makes it infinite
+    probabilities = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature, dim=-1)
     if sampling.top_p < 1:
         ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
         weights = _integers(ordered)

@@ -67,8 +67,9 @@ class LoadedModel:
             states: of the tokens before; None: there are none.
             pos: int32 [B, T] position in the document; None: from 0, or from `states.pos` on.
 
-        Raises ValueError for States that are not this method's, without pos.
+        Raises ValueError for ids outside the vocabulary, for no tokens, and for States that are not this method's, without pos.
         """
+        self._expect_ids("tokens", tokens)
         if pos is None:
             if states is not None and not isinstance(states, SequenceStates):
                 raise ValueError("states: a plain dictionary does not say where its sequences are; give pos")
@@ -85,7 +86,7 @@ class LoadedModel:
         int [T] or [B, T], of which all but the first are predicted.
 
         Memory does not grow with the length, unless the State does. Raises RunError for text without a tokenizer, and for fewer
-        than two ids.
+        than two ids; ValueError for ids outside the vocabulary.
         """
         if isinstance(text, str):
             tokenizer = self._require_tokenizer()
@@ -95,6 +96,7 @@ class LoadedModel:
             ids = torch.atleast_2d(torch.as_tensor(text, dtype=torch.int64))
         if ids.shape[1] < 2:
             raise RunError("tokens: fewer than two ids, so none is predicted; give the EOD token before the first")
+        self._expect_ids("text", ids)
         ids = ids.to(self.device)
         total, states = torch.zeros((), dtype=torch.float64, device=self.device), None
         width = max(1, SCORED_TOKENS // len(ids))
@@ -122,16 +124,23 @@ class LoadedModel:
 
         Args:
             prompts: of any lengths; "" is the beginning of a document.
+            max_new_tokens: of each prompt; 0: none.
             temperature: 0: the most probable token each time.
             top_k: sample among the k most probable tokens; 0: among all.
             top_p: sample among the most probable tokens whose probabilities together first reach p.
             seed: a prompt's sample is a function of it and of the prompt's place in `prompts`.
             batch_size: prompts decoded together; None: all.
 
-        Raises RunError without a tokenizer.
+        Raises RunError without a tokenizer; ValueError for an argument that is none of these.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError(f"prompts: expected a string or a list of strings, got {prompts!r:.80}; decode bytes first")
         sampling = Sampling(temperature, top_k, top_p)
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: give 0 or more")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: give 1 or more, or None for all prompts together")
         size = batch_size or max(1, len(prompts))
         batches = self.generate_batches(prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, batch_size=size)
         return [text for texts in batches for text in texts]
@@ -156,6 +165,14 @@ class LoadedModel:
             )
             yield [tokenizer.continuation(a, b) for a, b in zip(some, ids, strict=True)]
 
+    def _expect_ids(self, name: str, ids: Tensor) -> None:
+        if not ids.numel():
+            raise ValueError(f"{name}: no token, of shape {tuple(ids.shape)}; give at least one")
+        least, most = (int(x) for x in ids.aminmax())
+        if least < 0 or most >= self.model.vocab_size:
+            wrong = least if least < 0 else most
+            raise ValueError(f"{name}: id {wrong} is outside the model's vocabulary, 0 to {self.model.vocab_size - 1}")
+
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RunError("there is no tokenizer, so no text; give tokenizer=PATH to baton.load, or token ids")
@@ -163,6 +180,6 @@ class LoadedModel:
 
 
 def row_seed(seed: int, row: int) -> int:
-    """The seed of a row's samples; that of row 0 is the seed itself."""
-    mask = (1 << 64) - 1
-    return seed if row == 0 else int(np.random.SeedSequence([seed & mask, row]).generate_state(1, np.uint64)[0])
+    """The seed of a row's samples, below 2^64; that of row 0 is the seed itself."""
+    seed &= (1 << 64) - 1
+    return seed if row == 0 else int(np.random.SeedSequence([seed, row]).generate_state(1, np.uint64)[0])
