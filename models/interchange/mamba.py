@@ -81,7 +81,7 @@ class Mamba(_StateSpace):
     def _says(self, mamba: Any) -> bool:
         """Whether the format has a form for these settings."""
         plain = mamba.block == "mamba" and mamba.skip and mamba.discretization == "euler" and mamba.projection_norm_eps is None
-        return plain and len(mamba.selective) == 3
+        return plain and not mamba.projection_norm_weights and len(mamba.selective) == 3
 
     def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
         (name,) = model.layers[number]

@@ -9,7 +9,8 @@ Differences from the paper:
 - The released code draws the initial step sizes log-uniformly, with a floor of 1e-4; section 3.6 draws them uniformly from
   [0.001, 0.1]. dt_init=uniform is the paper's.
 - The input matrix is discretized by Euler's rule, as in the released code; discretization=zoh is equation 4.
-- projection_norm_eps normalizes the step sizes' low-rank code, B and C, as FalconMamba (Zuo et al. 2024) does.
+- projection_norm_eps normalizes the step sizes' low-rank code, B and C, as FalconMamba (Zuo et al. 2024) and, with weights, Jamba
+  (Lieber et al. 2024) do.
 
 The blocks of tables 1 and 6 are the setting block: without the gate, or H3's (Fu et al. 2023) with heads of one channel. There the
 scan's input is conv(k) v, from which dt, B and C are computed, and its output is multiplied by q. The paper says neither what H3's
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.kernels.protocol import Inputs, State
+from baton.kernels.rms_norm import rms_norm
 from baton.kernels.selective_scan.recurrence import SelectiveScan
 from baton.models import cached_constants
 from baton.models.forward_context import ForwardContext
@@ -50,6 +52,9 @@ class Mamba(SSMBlock, settings=MambaConfig):
     B: nn.Parameter
     C: nn.Parameter
     D: nn.Parameter
+    dt_norm: nn.Parameter
+    B_norm: nn.Parameter
+    C_norm: nn.Parameter
 
     @property
     def recurrence(self) -> SelectiveScan:
@@ -61,7 +66,10 @@ class Mamba(SSMBlock, settings=MambaConfig):
         if eps is None:
             return parts
         precise = torch.promote_types(projected.dtype, torch.float32)
-        return {name: unweighted(x, eps, precise=precise, dtype=projected.dtype) for name, x in parts.items()}
+        if not self.config.projection_norm_weights:
+            return {name: unweighted(x, eps, precise=precise, dtype=projected.dtype) for name, x in parts.items()}
+        weights = {"step": self.dt_norm, "B": self.B_norm, "C": self.C_norm}
+        return {name: rms_norm(x, weights[name], eps, dtype=projected.dtype) for name, x in parts.items()}
 
     def scan(
         self,

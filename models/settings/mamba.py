@@ -54,8 +54,11 @@ class MambaConfig(SSMBlockConfig):
     projection_norm_eps: float | None = Field(
         None,
         gt=0,
-        description="epsilon of RMS norms without weights over the step sizes' low-rank code, over B and over C, as in FalconMamba "
-        "(Zuo et al. 2024), where it is 1e-6; null: no such norms, as in Mamba",
+        description="epsilon of RMS norms over the step sizes' low-rank code, over B and over C, as in FalconMamba (Zuo et al. "
+        "2024) and Jamba (Lieber et al. 2024), where it is 1e-6; null: no such norms, as in Mamba",
+    )
+    projection_norm_weights: bool = Field(
+        False, description="these norms have weights, as in Jamba; false: none, as in FalconMamba"
     )
 
     @model_validator(mode="after")
@@ -73,6 +76,8 @@ class MambaConfig(SSMBlockConfig):
                 f"projection_norm_eps={self.projection_norm_eps} normalizes dt's code, B and C, which "
                 f"selective={list(self.selective)} does not all compute; set projection_norm_eps: null"
             )
+        if self.projection_norm_weights and self.projection_norm_eps is None:
+            raise ValueError("projection_norm_weights=true needs the norms; set projection_norm_eps, which is 1e-6 in Jamba")
         return self
 
     @property
@@ -109,7 +114,13 @@ class MambaConfig(SSMBlockConfig):
         # of B and C the paper gives no initial values where they are parameters: S4D's are 1 and standard normal
         inits |= {"B": Constant(1.0), "C": Normal(1.0)}
         static = (split(name, inner, self.d_state, init=inits[name]) for name in self.static)
-        return (*super().parameters(d_model), A_log, *static)
+        norms = (_norm_weight(name, width) for name, width in self.norm_weights(d_model).items())
+        return (*super().parameters(d_model), A_log, *static, *norms)
+
+    def norm_weights(self, d_model: int) -> dict[str, int]:
+        """Names and widths of the weights of the norms over dt's code, B and C, in this order; empty without weights."""
+        names = ("dt_norm", "B_norm", "C_norm")
+        return dict(zip(names, self.shared_widths(d_model).values(), strict=True)) if self.projection_norm_weights else {}
 
     def activation_costs(self, d_model: int) -> MixerCosts:
         # FLOPs per element of the state besides the exponential: its argument 1, input term 2, update 2, output 2
@@ -129,6 +140,8 @@ class MambaConfig(SSMBlockConfig):
                 SavedTensor("norms' scale", 3, "float32", split=False),
                 SavedTensor("normalised code, B and C", code, "compute", split=False),
             )
+            if self.projection_norm_weights:
+                saved += (SavedTensor("norms' normalised input", code, "float32", split=False, device="cpu"),)
         if not self.static:
             return replace(costs, saved=(*costs.saved, *saved))
         # the step sizes are computed outside the scan, whose inputs and outputs have a channel for each state
@@ -147,3 +160,8 @@ class MambaConfig(SSMBlockConfig):
             ),
         )
         return replace(costs, saved=saved)
+
+
+def _norm_weight(name: str, width: int) -> ParameterDeclaration:
+    """Of a norm that every rank computes for its own channels, so that each has a part of its gradient."""
+    return ParameterDeclaration(name, (width,), Constant(1.0), decay=False, partial=True)

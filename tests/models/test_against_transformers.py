@@ -114,19 +114,13 @@ def test_attention_beside_mamba2_is_falcon_h1s_layer(single_mesh):
     theirs = FalconH1ForCausalLM(whole).eval()
 
     def as_theirs(p):
-        """Our parameters, or their gradients, under their names."""
         found = {"model.embed_tokens.weight": p["embedding.weight"], "model.final_layernorm.weight": p["norm.weight"]}
         for number in range(2):
             place, at = f"model.layers.{number}", f"layers.{number}"
             found[f"{place}.input_layernorm.weight"] = p[f"{at}.attention.norm.weight"]
-            found[f"{place}.pre_ff_layernorm.weight"] = p[f"{at}.swiglu.norm.weight"]
-            qkv = p[f"{at}.attention.mixer.in_proj.weight"].split([heads * dim, groups * dim, groups * dim])
-            found |= {f"{place}.self_attn.{name}_proj.weight": x for name, x in zip("qkv", qkv, strict=True)}
-            found[f"{place}.self_attn.o_proj.weight"] = p[f"{at}.attention.mixer.out_proj.weight"]
+            found |= attention_as_theirs(p, f"{at}.attention.mixer.", f"{place}.self_attn.", (heads * dim, groups * dim))
             found |= {f"{place}.mamba.{name}": x for name, x in mamba2_as_theirs(p, f"{at}.mamba2.mixer.").items()}
-            mlp = p[f"{at}.swiglu.mixer.in_proj.weight"].split(hidden)
-            found |= {f"{place}.feed_forward.{name}_proj.weight": x for name, x in zip(("gate", "up"), mlp, strict=True)}
-            found[f"{place}.feed_forward.down_proj.weight"] = p[f"{at}.swiglu.mixer.out_proj.weight"]
+            found |= mlp_as_theirs(p, number, hidden)
         return found
 
     def mamba2_as_theirs(p, at):
@@ -143,6 +137,68 @@ def test_attention_beside_mamba2_is_falcon_h1s_layer(single_mesh):
             **{name: p[f"{at}{name}"] for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")},
         }
 
+    same_logits_and_gradients(ours, theirs, as_theirs)
+
+
+def test_a_dense_jamba_is_jamba(single_mesh):
+    """A layer of Mamba with weighted norms of its step sizes' code, B and C, and one of attention without positions."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    width, heads, groups, dim, rank, states, hidden = 48, 4, 2, 12, 5, 8, 64
+    mixers = {
+        "mamba": {"d_state": states, "dt_rank": rank, "projection_norm_eps": 1e-3, "projection_norm_weights": True},
+        "attention": {"heads": heads, "kv_heads": groups, "head_dim": dim, "window": None, "rope_theta": None},
+        "swiglu": {"hidden": hidden},
+    }
+    values = {"d_model": width, "n_layers": 2, "vocab_size": 64, "norm_eps": 1e-3, "tie_embeddings": False}
+    ours = LanguageModel(ModelConfig(**values, pattern=["mamba+swiglu", "attention+swiglu"], mixers=mixers))
+    initialize_parameters(ours, seed=0, tensor_rank=0, tensor_size=1)
+    theirs = JambaForCausalLM(
+        JambaConfig(
+            vocab_size=64, hidden_size=width, intermediate_size=hidden, num_hidden_layers=2, num_attention_heads=heads,
+            num_key_value_heads=groups, rms_norm_eps=1e-3, num_experts=1, attn_layer_period=2, attn_layer_offset=1,
+            mamba_d_state=states, mamba_dt_rank=rank, use_mambapy=False, attn_implementation="eager",
+        )
+    ).eval()  # fmt: skip
+    plain = ("A_log", "D", "in_proj.weight", "x_proj.weight", "dt_proj.weight", "out_proj.weight")
+
+    def as_theirs(p):
+        found = {"model.embed_tokens.weight": p["embedding.weight"], "model.final_layernorm.weight": p["norm.weight"]}
+        found["lm_head.weight"] = p["head.weight"]
+        for number, kind in enumerate(("mamba", "attention")):
+            place, at = f"model.layers.{number}", f"layers.{number}.{kind}."
+            found[f"{place}.input_layernorm.weight"] = p[f"{at}norm.weight"]
+            if kind == "mamba":
+                mixer, mamba = f"{at}mixer.", f"{place}.mamba."
+                found |= {f"{mamba}{name}": p[f"{mixer}{name}"] for name in plain}
+                found |= {f"{mamba}{name.lower()}_layernorm.weight": p[f"{mixer}{name}_norm"] for name in ("dt", "B", "C")}
+                found[f"{mamba}conv1d.weight"] = p[f"{mixer}conv_weight"].unsqueeze(1)
+                found |= {f"{mamba}conv1d.bias": p[f"{mixer}conv_bias"], f"{mamba}dt_proj.bias": p[f"{mixer}dt_bias"]}
+            else:
+                found |= attention_as_theirs(p, f"{at}mixer.", f"{place}.self_attn.", (heads * dim, groups * dim))
+            found |= mlp_as_theirs(p, number, hidden)
+        return found
+
+    same_logits_and_gradients(ours, theirs, as_theirs)
+
+
+def attention_as_theirs(p, ours, theirs, widths):
+    """widths: of the queries, and of the keys."""
+    qkv = p[f"{ours}in_proj.weight"].split([widths[0], widths[1], widths[1]])
+    found = {f"{theirs}{name}_proj.weight": x for name, x in zip("qkv", qkv, strict=True)}
+    return found | {f"{theirs}o_proj.weight": p[f"{ours}out_proj.weight"]}
+
+
+def mlp_as_theirs(p, number, hidden):
+    place, at = f"model.layers.{number}", f"layers.{number}.swiglu"
+    mlp = p[f"{at}.mixer.in_proj.weight"].split(hidden)
+    found = {f"{place}.feed_forward.{name}_proj.weight": x for name, x in zip(("gate", "up"), mlp, strict=True)}
+    found[f"{place}.feed_forward.down_proj.weight"] = p[f"{at}.mixer.out_proj.weight"]
+    return found | {f"{place}.pre_ff_layernorm.weight": p[f"{at}.norm.weight"]}
+
+
+def same_logits_and_gradients(ours, theirs, as_theirs):
+    """With our weights, away from their initial values. as_theirs: our parameters, or their gradients, under their names."""
     torch.manual_seed(0)
     with torch.no_grad():
         for p in ours.parameters():

@@ -70,7 +70,12 @@ SETTINGS = {
     "mamba2, groups": {"n_groups": 4, "norm_group_size": 6},
     "mamba3, groups, norm": {"n_groups": 4, "output_norm": True, "rope_fraction": 1.0},
     "gated_delta_net, grouped values": {"heads": 2, "v_heads": 4},
-    "mamba, as printed, normalised projections": {"skip": False, "discretization": "zoh", "projection_norm_eps": 1e-3},
+    "mamba, as printed, normalised projections": {
+        "skip": False,
+        "discretization": "zoh",
+        "projection_norm_eps": 1e-3,
+        "projection_norm_weights": True,
+    },
     "static B, fixed gates, bias": {
         "mamba": {"selective": ("dt", "C"), "A_init": "random"}, "gsa": {"gate": "data_independent"},
         "kda": {"gate_bias": True, "heads": 2, "v_heads": 4},

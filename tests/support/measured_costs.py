@@ -33,7 +33,7 @@ VARIANTS = {
     "mamba, h3": ("mamba", {"block": "h3"}),
     "s4d, no gate": ("s4d", {"block": "no_gate"}),
     "s4d, h3": ("s4d", {"block": "h3"}),
-    "mamba, normalised projections": ("mamba", {"projection_norm_eps": 1e-6}),
+    "mamba, normalised projections": ("mamba", {"projection_norm_eps": 1e-6, "projection_norm_weights": True}),
     "longhorn, as printed": ("longhorn", {"skip": False, "beta_bias": False}),
     "bmojo, sliding": ("bmojo", {"fading": "sliding"}),
     "bmojo-f": ("bmojo", {"eidetic": 0}),

@@ -30,7 +30,8 @@ BLOCKS = {"mamba": "xz", "no_gate": "x", "h3": "qkv"}
 def mamba(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
     inner, gate, tail, parts = _ssm_inputs(p, c, x, pos, state, [part for part in ("dt", "B", "C") if part in c["selective"]])
     if c["projection_norm_eps"] is not None:
-        parts = {name: rms_norm(part, None, c["projection_norm_eps"]).to(x.dtype) for name, part in parts.items()}
+        weights = {name: p[f"{name}_norm"] if c["projection_norm_weights"] else None for name in parts}
+        parts = {name: rms_norm(part, weights[name], c["projection_norm_eps"]).to(x.dtype) for name, part in parts.items()}
     steps = precise(linear(parts["dt"], p["dt_proj.weight"])) if "dt" in parts else precise(torch.zeros_like(inner))
     u, dt, A, h = precise(inner), F.softplus(steps + p["dt_bias"]), -torch.exp(p["A_log"]), part_of(state, "h")
     said = {"pos": pos, "discretization": c["discretization"]}
