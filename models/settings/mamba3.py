@@ -165,7 +165,7 @@ class Mamba3Config(MixerConfig):
                 SavedTensor("B and C", 2 * shared, "compute", split=several),
                 SavedTensor("angles, before and after tanh", 2 * self.pairs, "float32", split=False),
                 # inputs and results of activations, and their products
-                SavedTensor("step sizes, decays and shares", 13 * heads, "float32"),
+                SavedTensor("step sizes, decays and shares", (13 if rank == 1 else 10) * heads, "float32"),
                 SavedTensor("rates", heads, "float32", cast=True),
                 SavedTensor("turned B and C", 2 * states, "compute", device="gpu"),
                 SavedTensor("turned B and C", 2 * states, "float32", device="cpu"),
@@ -182,6 +182,7 @@ class Mamba3Config(MixerConfig):
                     (h, k, x),
                     chunk=max(1, LINEAR_ATTENTION_CHUNK // rank),  # each input is a token of linear attention
                     recomputed_on_gpu=True,
+                    between_chunks=(h,),
                     transition=transition,
                     gradients_read=(k, x),
                 ),
