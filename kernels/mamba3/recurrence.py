@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ class Mamba3(LinearRecurrence):
     heads, d_state], x [batch, heads, head_dim]}. See `op.mamba3`."""
 
     name = "mamba3"
-    input_names = ("x", "B", "C", "dt", "g", "lam", "theta", "B_bias", "C_bias", "D")
+    input_names: ClassVar[tuple[str, ...]] = ("x", "B", "C", "dt", "g", "lam", "theta", "B_bias", "C_bias", "D")
     num_time_inputs = 7
     # the terms of an angle's gradient cancel: rounding turned q and k and their gradients costs 1.1e-2 of those of dt and theta
     bfloat16_limit = 1.5e-2

@@ -34,13 +34,13 @@ def mamba3_reference(
         h_BHNP = h_BHNP + before_BH[..., None, None] * last_k_BHN[..., None] * last_x_BHP[:, :, None]
         angle_BHR = dt[:, t, :, None] * theta[:, t, None]
         last_k_BHN, last_x_BHP = k_BTHN[:, t], x[:, t]
-        h_BHNP = g[:, t, :, None, None].exp() * _turned(h_BHNP, angle_BHR)
+        h_BHNP = g[:, t, :, None, None].exp() * turned_states(h_BHNP, angle_BHR)
         h_BHNP = h_BHNP + own_BH[..., None, None] * last_k_BHN[..., None] * last_x_BHP[:, :, None]
         y_BTHP.append((q_BTHN[:, t, :, :, None] * h_BHNP).sum(2) + D[:, None] * last_x_BHP)
     return torch.stack(y_BTHP, dim=1), {"h": h_BHNP, "k": last_k_BHN, "x": last_x_BHP}
 
 
-def _turned(h_BHNP: Tensor, angle_BHR: Tensor) -> Tensor:
+def turned_states(h_BHNP: Tensor, angle_BHR: Tensor) -> Tensor:
     """States 2 r and 2 r + 1 as the complex number h_{2 r} + i h_{2 r + 1}, times exp(-i angle_r); the other states as they are."""
     pairs = angle_BHR.shape[-1]
     re, im = h_BHNP[:, :, : 2 * pairs].unflatten(2, (pairs, 2)).unbind(3)

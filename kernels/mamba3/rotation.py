@@ -5,7 +5,8 @@ sees it, and no angle. Angles are float64, their cosines and sines the dtype of 
 float32 angle would be off by 0.1. Only the inputs are kept for the backward pass, for q and k are as many times wider as heads
 share B and C.
 
-Shape suffixes: B batch, T time, C chunks, L tokens of one, G groups, H heads, N d_state, R pairs of states that turn, F any.
+Shape suffixes: B batch, T time, C chunks, L tokens of one, G groups, H heads, J inputs and outputs of a head (and the same again),
+N d_state, R pairs of states that turn, F any.
 """
 
 from typing import Any
@@ -29,8 +30,25 @@ def rotated(
 
     Args: as `op.mamba3`; dtype: of the computation, and of the results. On a GPU, q and k of all tokens are rounded to B's.
     """
+    B, C, B_bias, C_bias = (x.unsqueeze(-2) for x in (B, C, B_bias, C_bias))
+    q, first, k, own, _, cos, sin = rotated_of_several(B, C, dt, theta, B_bias, C_bias, pos, dtype)
+    return q.squeeze(2), first.squeeze(2), k.squeeze(2), own.squeeze(-1).squeeze(-1), cos, sin
+
+
+def rotated_of_several(
+    B: Tensor, C: Tensor, dt: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, pos: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """As `rotated`, of heads with several k and q, J each, which turn alike.
+
+    Args: B and C [B, T, G, J, N], biases [H, J, N], others as `rotated`'s.
+
+    Returns:
+        q of each token's next token [B, T, J, H, N], q of the first [B, H, J, N], k [B, T, J, H, N], the products of each token's q
+        with its k [B, T, H, J, J], those of its next token's q with the k behind the one of the same place, 0 for the others (None
+        for J = 1), and cosine and sine [B, H, R].
+    """
     rounded = B.dtype if on_gpu(B) else dtype
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _Rotated.apply(
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor] = _Rotated.apply(
         B, C, dt, theta, B_bias, C_bias, pos, dtype, rounded
     )
     return found
@@ -78,32 +96,43 @@ class _Rotated(torch.autograd.Function):
     def forward(
         ctx: Any, B: Tensor, C: Tensor, dt: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, pos: Tensor | None,
         dtype: torch.dtype, rounded: torch.dtype,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.save_for_backward(B, C, dt, theta, B_bias, C_bias)
         ctx.pos, ctx.dtype = pos, dtype
-        k_BTHN, q_BTHN = _of_heads(B, B_bias, dtype), _of_heads(C, C_bias, dtype)
+        k_BTHJN, q_BTHJN = _of_heads(B, B_bias, dtype), _of_heads(C, C_bias, dtype)
         cos_BTHR, sin_BTHR = _angles(dt, theta, pos, dtype)
-        own_BTH = (q_BTHN * k_BTHN).sum(-1)
-        q_BTHN, k_BTHN = (turned(x, cos_BTHR, sin_BTHR) for x in (q_BTHN, k_BTHN))
-        next_BTHN = pad(q_BTHN[:, 1:], (0, 0, 0, 0, 0, 1)).to(rounded)
-        return next_BTHN, q_BTHN[:, 0].clone(), k_BTHN.to(rounded), own_BTH, cos_BTHR[:, -1].clone(), sin_BTHR[:, -1].clone()
+        own_BTHJJ = _products(q_BTHJN, k_BTHJN)
+        q_BTHJN, k_BTHJN = (turned(x, cos_BTHR[:, :, :, None], sin_BTHR[:, :, :, None]) for x in (q_BTHJN, k_BTHJN))
+        next_BTHJN = _of_next(q_BTHJN)
+        later_BTHJJ = _products(next_BTHJN, k_BTHJN).triu_(1) if q_BTHJN.shape[3] > 1 else None
+        next_BTJHN, k_BTJHN = (x.transpose(2, 3).to(rounded).contiguous() for x in (next_BTHJN, k_BTHJN))
+        return (
+            *(next_BTJHN, q_BTHJN[:, 0].clone(), k_BTJHN, own_BTHJJ, later_BTHJJ),
+            *(cos_BTHR[:, -1].clone(), sin_BTHR[:, -1].clone()),
+        )
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, dnext: Tensor, dfirst: Tensor, dk: Tensor, down: Tensor, dcos: Tensor, dsin: Tensor
+        ctx: Any, dnext: Tensor, dfirst: Tensor, dk: Tensor, down: Tensor, dlater: Tensor | None, dcos: Tensor, dsin: Tensor
     ) -> tuple[Tensor | None, ...]:
         (B, C, dt, theta, B_bias, C_bias), dtype = ctx.saved_tensors, ctx.dtype
-        k_BTHN, q_BTHN = _of_heads(B, B_bias, dtype), _of_heads(C, C_bias, dtype)
+        k_BTHJN, q_BTHJN = _of_heads(B, B_bias, dtype), _of_heads(C, C_bias, dtype)
         cos_BTHR, sin_BTHR = _angles(dt, theta, ctx.pos, dtype)
-        dq = torch.cat((dfirst[:, None], dnext[:, :-1].to(dtype)), dim=1)
-        dq, dk = (turned(x, cos_BTHR, -sin_BTHR) for x in (dq, dk.to(dtype)))
-        dangle_BTHR = _across(q_BTHN, dq, cos_BTHR.shape[3]) + _across(k_BTHN, dk, cos_BTHR.shape[3])
+        cos, sin = cos_BTHR[:, :, :, None], sin_BTHR[:, :, :, None]
+        dnext, dk = (x.transpose(2, 3).to(dtype) for x in (dnext, dk))
+        if dlater is not None:
+            dlater = dlater.triu(1)
+            dnext = dnext + _sums(dlater, turned(k_BTHJN, cos, sin))
+            dk = dk + _sums(dlater.mT, _of_next(turned(q_BTHJN, cos, sin)))
+        dq = torch.cat((dfirst[:, None], dnext[:, :-1]), dim=1)
+        dq, dk = (turned(x, cos, -sin) for x in (dq, dk))
+        dangle_BTHR = (_across(q_BTHJN, dq, cos.shape[-1]) + _across(k_BTHJN, dk, cos.shape[-1])).sum(3)
         dangle_BTHR[:, -1] += cos_BTHR[:, -1] * dsin - sin_BTHR[:, -1] * dcos
         dangle_BTHR = sums_in_documents(dangle_BTHR, ctx.pos, backward=True)
         ddt_BTH = (dangle_BTHR * theta.to(dtype)[:, :, None]).sum(-1)
         dtheta_BTR = (dangle_BTHR * dt.to(dtype)[..., None]).sum(2)
-        dq, dk = dq + down[..., None] * k_BTHN, dk + down[..., None] * q_BTHN
+        dq, dk = dq + _sums(down, k_BTHJN), dk + _sums(down.mT, q_BTHJN)
         dB, dC = (x.unflatten(2, (B.shape[2], -1)).sum(3) for x in (dk, dq))
         return (
             *(grad.to(x.dtype) for grad, x in ((dB, B), (dC, C), (ddt_BTH, dt), (dtheta_BTR, theta))),
@@ -112,8 +141,23 @@ class _Rotated(torch.autograd.Function):
         )
 
 
-def _of_heads(x_BTGN: Tensor, bias_HN: Tensor, dtype: torch.dtype) -> Tensor:
-    return x_BTGN.to(dtype).repeat_interleave(bias_HN.shape[0] // x_BTGN.shape[2], 2) + bias_HN.to(dtype)
+def _of_next(x: Tensor) -> Tensor:
+    """Each token's next one of x [B, T, ...], 0 for the last."""
+    return pad(x[:, 1:], (*(0, 0) * (x.ndim - 2), 0, 1))
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """Of each of q [..., J, N] with each of k. No matrix product, which is slow for so few rows, and which autocast would round."""
+    return torch.stack([(q[..., j : j + 1, :] * k).sum(-1) for j in range(q.shape[-2])], dim=-2)
+
+
+def _sums(weights: Tensor, x: Tensor) -> Tensor:
+    """weights [..., J, J] times x [..., J, N]."""
+    return torch.stack([(weights[..., j, :, None] * x).sum(-2) for j in range(weights.shape[-2])], dim=-2)
+
+
+def _of_heads(x_BTGJN: Tensor, bias_HJN: Tensor, dtype: torch.dtype) -> Tensor:
+    return x_BTGJN.to(dtype).repeat_interleave(bias_HJN.shape[0] // x_BTGJN.shape[2], 2) + bias_HJN.to(dtype)
 
 
 def _angles(dt_BTH: Tensor, theta_BTR: Tensor, pos_BT: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.head_scale import head_scale
 from baton.kernels.mamba3.rotation import rotated, turned
+from baton.kernels.mamba3.transitions import written
 from baton.kernels.protocol import State
 
 
@@ -34,8 +35,7 @@ def mamba3_torch(
     v_BTHP = head_scale(x, after_BTH + pad(before_BTH[:, 1:], (0, 0, 0, 1)))
     S_BHNP = None
     if initial_state is not None:
-        written_BHNP = initial_state["k"][..., None] * initial_state["x"][:, :, None]
-        S_BHNP = initial_state["h"] + before_BTH[:, 0, :, None, None] * written_BHNP
+        S_BHNP = initial_state["h"] + before_BTH[:, 0, :, None, None] * written(initial_state["k"], initial_state["x"])
     read_BTHP, last_BHNP = gated_linear_attention(next_BTHN, k_BTHN, v_BTHP, g, gate="scalar", pos=pos, initial_state=S_BHNP)
     read_BTHP = pad(read_BTHP[:, :-1].to(dtype), (0, 0, 0, 0, 1, 0))
     if S_BHNP is not None:

@@ -4,7 +4,7 @@ With the entering State (h, k, x) a span of decay e^G, angle A and first share b
 
     h' = e^G R(-A) (h + before k x^T) + add.h        k' = add.k        x' = add.x
 
-which is linear in h and in k x^T. So is its mirror, with the entering k and x:
+which is linear in h and in k x^T, a sum of products where a head has several k and x. So is its mirror, with the entering k and x:
 
     dS = e^G R(A) dh'        dh = dS + add.h        dk = before dS x + add.k        dx = before dS^T k + add.x
 
@@ -27,8 +27,8 @@ class Transition(StateTransition):
     add: State
 
     def apply(self, state: State) -> State:
-        written = state["k"][..., None] * state["x"][:, :, None]
-        h = _decayed(state["h"] + self.span["before"][..., None, None] * written, self.span, -1) + self.add["h"]
+        before = self.span["before"][..., None, None] * written(state["k"], state["x"])
+        h = _decayed(state["h"] + before, self.span, -1) + self.add["h"]
         return {"h": h, "k": self.add["k"], "x": self.add["x"]}
 
     def compose(self, later: StateTransition) -> "Transition":
@@ -46,17 +46,27 @@ class GradientTransition(StateTransition):
 
     def apply(self, state: State) -> State:
         dS = _decayed(state["h"], self.span, 1)
-        written = self.span["before"][..., None, None] * dS
+        dwritten = self.span["before"][..., None, None] * dS
+        if self.entered["k"].ndim == 4:
+            dwritten = dwritten.unsqueeze(2)  # of all k and x of a head alike
         return {
             "h": dS + self.add["h"],
-            "k": (written * self.entered["x"][:, :, None]).sum(3) + self.add["k"],
-            "x": (written * self.entered["k"][..., None]).sum(2) + self.add["x"],
+            "k": (dwritten * self.entered["x"].unsqueeze(-2)).sum(-1) + self.add["k"],
+            "x": (dwritten * self.entered["k"].unsqueeze(-1)).sum(-2) + self.add["x"],
         }
 
     def compose(self, later: StateTransition) -> "GradientTransition":
         assert isinstance(later, GradientTransition)
         span = _joined(self.span, later.span) | {"before": later.span["before"]}
         return GradientTransition(span, later.entered, later.apply(self.add))
+
+
+def written(k: Tensor, x: Tensor) -> Tensor:
+    """k x^T [batch, heads, d_state, head_dim] of k [batch, heads, d_state] and x [batch, heads, head_dim], or the sum of those of
+    several, k [batch, heads, rank, d_state] and x [batch, heads, rank, head_dim]. No matrix product, which autocast would round."""
+    if k.ndim == 3:
+        return k[..., None] * x[:, :, None]
+    return sum((written(k[:, :, j], x[:, :, j]) for j in range(1, k.shape[2])), start=written(k[:, :, 0], x[:, :, 0]))
 
 
 def _decayed(h_BHNP: Tensor, span: State, direction: int) -> Tensor:

@@ -140,6 +140,7 @@ class RecurrenceCosts:
 
     chunk: tokens between the States that are saved for the backward pass; 0: no State is saved; None: only the initial State.
     recomputed_on_gpu: the GPU kernels save only the initial State and recompute the others.
+    between_chunks: tensors of the State that are saved between chunks; None: all.
     copied: the first saved State is a copy of the initial State.
     gpu_chunk: the GPU kernels' chunk, if it differs.
     scan_elements: d_inner * d_state of a diagonal scan, from which its chunk follows; 0: not a diagonal scan.
@@ -154,6 +155,7 @@ class RecurrenceCosts:
     state: tuple[StateDeclaration, ...]
     chunk: int | None = None
     recomputed_on_gpu: bool = False
+    between_chunks: tuple[StateDeclaration, ...] | None = None
     copied: bool = False
     gpu_chunk: int | None = None
     scan_elements: int = 0
@@ -175,7 +177,7 @@ class RecurrenceCosts:
         """Bytes of the States that are saved for the backward pass."""
         if self.gathers:
             return 0
-        state, arrived = sum(state_bytes(s, work) for s in self.state), self.initial_state_bytes(work)
+        state, arrived = sum(state_bytes(s, work) for s in self.between_chunks or self.state), self.initial_state_bytes(work)
         if work.rerun and self.transition:
             # the chunks' States are recomputed when the recurrence runs again
             return arrived + sum(state_bytes(s, work) for s in self.factors)

@@ -32,8 +32,8 @@ from baton.models.settings.linear_attention import whole
 
 
 class Mamba3Config(MixerConfig):
-    """Mamba-3 with one input and one output per head: a trapezoidal rule in time and a state that turns, without a convolution
-    (Lahoti et al. 2026, "Mamba-3: Improved Sequence Modeling using State Space Principles")."""
+    """Mamba-3 with one or several inputs and outputs per head: a trapezoidal rule in time and a state that turns, without a
+    convolution (Lahoti et al. 2026, "Mamba-3: Improved Sequence Modeling using State Space Principles")."""
 
     kind: Literal["mamba3"] = "mamba3"
     expand: int = Field(2, ge=1, description="d_inner / d_model; 2 as released")
@@ -47,6 +47,12 @@ class Mamba3Config(MixerConfig):
     )
     rope_fraction: float = Field(
         0.5, gt=0, le=1, description="share of the states that turn, in pairs, by angles that depend on the token; 0.5 as released"
+    )
+    mimo_rank: int = Field(
+        1,
+        ge=1,
+        description="inputs and outputs of a head. 1: the paper's SISO form; several, 4 as released: its MIMO form (is_mimo in "
+        "mamba_ssm), whose state is as large, and is read and written so many times a token",
     )
     output_norm: bool = Field(
         False, description="RMSNorm over each head in front of the gate (is_outproj_norm in mamba_ssm); off as released"
@@ -71,6 +77,11 @@ class Mamba3Config(MixerConfig):
         """Pairs of states that turn."""
         return int(self.rope_fraction * self.d_state) // 2
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The dimension of a head's inputs in shapes, which one input does not have."""
+        return (self.mimo_rank,) if self.mimo_rank > 1 else ()
+
     def head_count(self, d_model: int) -> int:
         """The number of heads. Raises ValueError if head_dim does not divide d_inner."""
         return whole("head_dim", "expand * d_model / head_dim", self.expand * d_model, self.head_dim)
@@ -86,17 +97,21 @@ class Mamba3Config(MixerConfig):
 
     def parameters(self, d_model: int) -> tuple[ParameterDeclaration, ...]:
         inner, heads, several = self.expand * d_model, self.head_count(d_model), self.n_groups > 1
-        # one vector each per token and group, as in Mamba-2; the angles are those of all heads
-        shared = {"bc": 2 * self.n_groups * self.d_state} if several else {}
+        # a vector each per token, group and input, as in Mamba-2; the angles are those of all heads
+        per_group, initial = 2 * self.mimo_rank * self.d_state, Constant(1 / self.mimo_rank)
+        shared = {"bc": self.n_groups * per_group} if several else {}
         return (
             column("in_proj", d_model, {"z": inner, "x": inner, "dt": heads, "A": heads, "lam": heads} | shared),
-            *(() if several else (replicated("bc_proj", d_model, 2 * self.d_state),)),
+            *(() if several else (replicated("bc_proj", d_model, per_group),)),
             replicated("angle_proj", d_model, self.pairs),
             split("dt_bias", heads, init=InverseSoftplusLogUniform(self.dt_min, self.dt_max, self.dt_floor)),
             head_norm("B_norm", self.d_state),
             head_norm("C_norm", self.d_state),
-            split("B_bias", heads, self.d_state, init=Constant(1.0), decay=True),
-            split("C_bias", heads, self.d_state, init=Constant(1.0), decay=True),
+            split("B_bias", heads, *self.ranks, self.d_state, init=Constant(1.0), decay=True),
+            split("C_bias", heads, *self.ranks, self.d_state, init=Constant(1.0), decay=True),
+            *(split("mimo_x", heads, rank, self.head_dim, init=initial, decay=True) for rank in self.ranks),
+            *(split("mimo_z", heads, rank, self.head_dim, init=Constant(1.0), decay=True) for rank in self.ranks),
+            *(split("mimo_o", heads, rank, self.head_dim, init=initial, decay=True) for rank in self.ranks),
             split("D", heads, init=Constant(1.0)),
             *((split_norm("norm", inner, groups=heads),) if self.output_norm else ()),
             output("out_proj", inner, d_model),
@@ -106,22 +121,41 @@ class Mamba3Config(MixerConfig):
         heads = self.head_count(d_model)
         return (
             StateDeclaration("h", (heads, self.d_state, self.head_dim), "float32", tp=0),
-            StateDeclaration("k", (heads, self.d_state), "float32", tp=0),
-            StateDeclaration("x", (heads, self.head_dim), "float32", tp=0),
+            StateDeclaration("k", (heads, *self.ranks, self.d_state), "float32", tp=0),
+            StateDeclaration("x", (heads, *self.ranks, self.head_dim), "float32", tp=0),
         )
 
     def activation_costs(self, d_model: int) -> MixerCosts:
-        inner, heads, several = self.expand * d_model, self.head_count(d_model), self.n_groups > 1
-        shared, states, (h, k, x) = self.n_groups * self.d_state, heads * self.d_state, self.state(d_model)
+        inner, heads, several, rank = self.expand * d_model, self.head_count(d_model), self.n_groups > 1, self.mimo_rank
+        h, k, x = self.state(d_model)
+        vectors, shared, states = self.n_groups * rank, self.n_groups * rank * self.d_state, rank * heads * self.d_state
         transition = (heads, 2), (heads, self.pairs), (heads, self.pairs)
         fused = 2 * inner + 3 * heads + (2 * shared if several else 0)
-        normed = tuple(x for name in "BC" for x in saved_by_norm(f"{name}_norm", shared, rows=self.n_groups))
+        normed = tuple(x for name in "BC" for x in saved_by_norm(f"{name}_norm", shared, rows=vectors))
         if several:  # what is normalised is a view of in_proj's outputs, which a CPU copies if they are not float32
             normed = tuple(replace(x, cast="input" in x.name) for x in normed if x.device != "gpu")
-        gated_by = (
-            (*saved_by_split_norm("norm", inner, groups=heads), SavedTensor("normalised output", inner, "float32"))
-            if self.output_norm
-            else (SavedTensor("output", inner, "float32", device="cpu"), SavedTensor("output", inner, "compute", device="gpu"))
+        outputs = rank * inner
+        if self.output_norm:
+            gated_by = (
+                *saved_by_split_norm("norm", outputs, groups=rank * heads),
+                SavedTensor("normalised output", outputs, "float32"),
+            )
+        elif rank > 1:
+            gated_by = (SavedTensor("output", outputs, "compute"),)
+        else:
+            gated_by = (
+                SavedTensor("output", inner, "float32", device="cpu"),
+                SavedTensor("output", inner, "compute", device="gpu"),
+            )
+        own = (
+            (
+                SavedTensor("inputs of heads", rank * inner, "compute"),
+                SavedTensor("decays of inputs", rank * heads, "float32"),
+                # of a token with itself, with and without its step size, and of the next token
+                SavedTensor("products of q and k", 3 * rank**2 * heads, "float32"),
+            )
+            if rank > 1
+            else saved_by_gate("z", inner)
         )
         return MixerCosts(
             saved=(
@@ -131,28 +165,29 @@ class Mamba3Config(MixerConfig):
                 SavedTensor("B and C", 2 * shared, "compute", split=several),
                 SavedTensor("angles, before and after tanh", 2 * self.pairs, "float32", split=False),
                 # inputs and results of activations, and their products
-                SavedTensor("step sizes, decays and shares", 13 * heads, "float32"),
+                SavedTensor("step sizes, decays and shares", (13 if rank == 1 else 10) * heads, "float32"),
                 SavedTensor("rates", heads, "float32", cast=True),
                 SavedTensor("turned B and C", 2 * states, "compute", device="gpu"),
                 SavedTensor("turned B and C", 2 * states, "float32", device="cpu"),
                 SavedTensor("x times step sizes", inner, "compute"),
-                *saved_scores(heads, states, states, inner),
-                SavedTensor("what tokens read of the state", inner, "float32"),
+                *saved_scores(rank * heads, states, states, outputs),
+                SavedTensor("what tokens read of the state", outputs, "float32"),
                 *gated_by,
-                *saved_by_gate("z", inner),
+                *own,
                 SavedTensor("out_proj input", inner, "compute"),
             ),
             recurrences=(
                 RecurrenceCosts(
-                    "mamba3",
+                    "mamba3" if rank == 1 else "mamba3_mimo",
                     (h, k, x),
-                    chunk=LINEAR_ATTENTION_CHUNK,
+                    chunk=max(1, LINEAR_ATTENTION_CHUNK // rank),  # each input is a token of linear attention
                     recomputed_on_gpu=True,
+                    between_chunks=(h,),
                     transition=transition,
                     gradients_read=(k, x),
                 ),
             ),
-            matrix_flops=linear_attention_flops(*h.shape),
+            matrix_flops=rank * linear_attention_flops(*h.shape),
         )
 
     @classmethod

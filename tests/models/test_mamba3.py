@@ -27,9 +27,32 @@ B, T, M = 2, 37, 24
 def over_pairs(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z, **_):
     """The function that mamba_ssm's kernels compute, with its arguments: token s reaches t with gamma_s and, where s < t, with the
     share of its next token, times the decay between them and the product of q and k at the difference of their angles."""
-    heads, pairs, length = V.shape[2], Angles.shape[-1], V.shape[1]
-    q, k = (x.repeat_interleave(heads // x.shape[2], 2) + bias for x, bias in ((Q, Q_bias), (K, K_bias)))
-    angle = (math.pi * torch.tanh(Angles) * DT.transpose(1, 2)[..., None]).cumsum(1)
+    y = _of_inputs(Q[:, :, None], K[:, :, None], V[:, :, None], ADT, DT, Trap, Q_bias[:, None], K_bias[:, None], Angles, D)[:, :, 0]
+    return y if Z is None else y * F.silu(Z)
+
+
+def several_over_pairs(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, MIMO_V, MIMO_Z, MIMO_Out, Angles, D, Z, **_):
+    """The same where a head has several inputs. State r turns with r + N / 2, so its kernels' states are brought in our order."""
+    order = _order(Q.shape[-1], Angles.shape[-1])
+    V, Q, K, Q_bias, K_bias = torch.einsum("bthp,hjp->btjhp", V, MIMO_V), *(x[..., order] for x in (Q, K, Q_bias, K_bias))
+    y = _of_inputs(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D)
+    if Z is None:
+        return y
+    return torch.einsum("btjhp,btjhp,hjp->bthp", y, F.silu(torch.einsum("bthp,hjp->btjhp", Z, MIMO_Z)), MIMO_Out)
+
+
+def _order(states, pairs):
+    """Their states in our order."""
+    firsts = torch.arange(pairs)
+    turning = torch.stack((firsts, firsts + states // 2), dim=1).flatten()
+    return torch.cat((turning, torch.tensor([n for n in range(states) if n not in turning], dtype=torch.long)))
+
+
+def _of_inputs(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D):
+    """y [B, T, J, heads, P] for Q, K [B, T, J, groups, N], V [B, T, J, heads, P] and biases [heads, J, N]."""
+    heads, pairs, length = V.shape[3], Angles.shape[-1], V.shape[1]
+    q, k = (x.repeat_interleave(heads // x.shape[3], 3) + bias.transpose(0, 1) for x, bias in ((Q, Q_bias), (K, K_bias)))
+    angle = (math.pi * torch.tanh(Angles) * DT.transpose(1, 2)[..., None]).cumsum(1)[:, :, None]
     lam = torch.sigmoid(Trap)
     gamma, before = lam * DT, F.pad(((1 - lam) * DT)[..., 1:], (0, 1))
     G = ADT.cumsum(-1)
@@ -39,10 +62,9 @@ def over_pairs(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z, **_):
     ).exp()
     q_pairs, k_pairs = (torch.view_as_complex(x[..., : 2 * pairs].unflatten(-1, (pairs, 2)).contiguous()) for x in (q, k))
     turned = [torch.polar(torch.ones_like(angle), angle) * x for x in (q_pairs, k_pairs)]
-    scores = torch.einsum("bthr,bshr->bhts", turned[0], turned[1].conj()).real
-    scores = scores + torch.einsum("bthn,bshn->bhts", q[..., 2 * pairs :], k[..., 2 * pairs :])
-    y = torch.einsum("bhts,bshp->bthp", weights * scores, V) + D[:, None] * V
-    return y if Z is None else y * F.silu(Z)
+    scores = torch.einsum("btjhr,bsihr->bjihts", turned[0], turned[1].conj()).real
+    scores = scores + torch.einsum("btjhn,bsihn->bjihts", q[..., 2 * pairs :], k[..., 2 * pairs :])
+    return torch.einsum("bjihts,bsihp->btjhp", weights[:, None, None] * scores, V) + D[:, None] * V
 
 
 class _Norm(nn.Module):
@@ -64,8 +86,10 @@ class _Norm(nn.Module):
     [
         Mamba3Config(head_dim=6, d_state=10),
         Mamba3Config(head_dim=6, d_state=10, n_groups=2, rope_fraction=1.0, output_norm=True),
+        Mamba3Config(head_dim=6, d_state=10, mimo_rank=4),
+        Mamba3Config(head_dim=6, d_state=10, n_groups=2, rope_fraction=1.0, output_norm=True, mimo_rank=3),
     ],
-    ids=["as released", "groups, whole states, norm"],
+    ids=["as released", "groups, whole states, norm", "MIMO as released", "MIMO, groups, whole states, norm"],
 )
 def test_the_layer_is_flash_linear_attentions_and_so_are_its_gradients(config, monkeypatch, single_mesh):
     fla_models()
@@ -73,27 +97,33 @@ def test_the_layer_is_flash_linear_attentions_and_so_are_its_gradients(config, m
 
     monkeypatch.setattr(layers, "RMSNormGated", _Norm)
     monkeypatch.setattr(layers, "mamba3_siso_combined", over_pairs)
+    monkeypatch.setattr(layers, "mamba3_mimo_combined", several_over_pairs)
     mixer = build_mixer(config, MixerContext(M, 3, 1e-5, megatron_config(1), torch.float32))
     initialize_parameters(mixer, seed=1, tensor_rank=0, tensor_size=1)
     layer = layers.Mamba3(
         hidden_size=M, state_size=10, head_dim=6, n_groups=config.n_groups, rope_fraction=config.rope_fraction,
-        is_outproj_norm=config.output_norm, layer_idx=0,
+        is_outproj_norm=config.output_norm, is_mimo=config.mimo_rank > 1, mimo_rank=config.mimo_rank, layer_idx=0,
     )  # fmt: skip
-    heads, groups = 2 * M // 6, config.n_groups
+    heads, groups, rank = 2 * M // 6, config.n_groups, config.mimo_rank
+    order = _order(10, config.pairs).argsort() if rank > 1 else torch.arange(10)
 
     def joined(of):
         """Their parameters, or gradients, of ours."""
-        z, x, dt, A, lam, *bc = of["in_proj.weight"].split([2 * M, 2 * M, *(heads,) * 3, *((groups * 20,) if groups > 1 else ())])
-        by_group = (bc[0] if bc else of["bc_proj.weight"]).unflatten(0, (groups, 2, 10))
-        found = {name: of[name] for name in ("dt_bias", "D", "B_norm.weight", "C_norm.weight", "out_proj.weight")}
-        found |= {name: of[name].unsqueeze(1) for name in ("B_bias", "C_bias")}
+        z, x, dt, A, lam, *bc = of["in_proj.weight"].split(
+            [2 * M, 2 * M, *(heads,) * 3, *((groups * rank * 20,) if groups > 1 else ())]
+        )
+        by_group = (bc[0] if bc else of["bc_proj.weight"]).unflatten(0, (groups, 2, rank, 10))[:, :, :, order]
+        found = {name: of[name] for name in ("dt_bias", "D", "out_proj.weight")}
+        found |= {name: of[name] for name in ("mimo_x", "mimo_z", "mimo_o") if rank > 1}
+        found |= {name: of[name][order] for name in ("B_norm.weight", "C_norm.weight")}
+        found |= {name: of[name].view(heads, rank, 10)[..., order] for name in ("B_bias", "C_bias")}
         found |= {"norm.weight": of["norm.weight"]} if config.output_norm else {}
-        parts = z, x, *(by_group[:, n].flatten(0, 1) for n in range(2)), dt, A, lam, of["angle_proj.weight"]
+        parts = z, x, *(by_group[:, n].transpose(0, 1).flatten(0, 2) for n in range(2)), dt, A, lam, of["angle_proj.weight"]
         return found | {"in_proj.weight": torch.cat(parts)}
 
     with torch.no_grad():
-        for name, p in mixer.named_parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=seeded(len(name))))
+        for n, p in enumerate(mixer.parameters()):
+            p.add_(0.1 * torch.randn(p.shape, generator=seeded(10 + n)))
         mixer.dt_bias += 3  # steps of several tenths, whose angles are seen
         theirs = dict(layer.named_parameters())
         values = joined(dict(mixer.named_parameters()))

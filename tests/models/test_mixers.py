@@ -23,6 +23,7 @@ LAYERS = {
     **{kind: (kind, {}) for kind in kinds()},
     **{f"{kind}, groups": (kind, changes) for kind, changes in OPTIONS["groups"].items()},
     "attention, options": ("attention", OPTIONS["qwen"]["attention"]),
+    "mamba3, several inputs": ("mamba3", OPTIONS["falcon"]["several"]),
 }
 
 

@@ -77,13 +77,15 @@ def test_rwkv6_size():
     assert parameter_count(model_of("rwkv6-1.6b")) == released - 2 * L * D - 3 * D
 
 
-def test_mamba3_size():
-    """The released layer's in_proj, its vectors (two biases and two numbers a head, two norms) and out_proj; two norms; an MLP."""
-    L, D, states, heads, hidden = 24, 2048, 128, 64, 4096
-    in_proj = 4 * D + 2 * states + 3 * heads + states // 4
-    layer = D * (in_proj + 2 * D + 3 * hidden + 2) + heads * (2 * states + 2) + 2 * states
-    assert parameter_count(model_of("mamba3-1.5b")) == 128256 * D + L * layer + D
-    assert round((128256 * D + L * layer + D) / 1e9, 1) == 1.5
+@pytest.mark.parametrize(("name", "rank", "hidden"), [("mamba3-1.5b", 1, 4096), ("mamba3-mimo-1.5b", 4, 3824)])
+def test_mamba3_sizes(name, rank, hidden):
+    """The released layer's in_proj, its vectors (two biases an input of a head and two numbers a head, two norms; three of several
+    inputs and outputs) and out_proj; two norms; an MLP. The two models have as many parameters."""
+    L, D, states, heads = 24, 2048, 128, 64
+    in_proj = 4 * D + 2 * rank * states + 3 * heads + states // 4
+    vectors = heads * (2 * rank * states + 2 + (3 * rank * 64 if rank > 1 else 0)) + 2 * states
+    layer = D * (in_proj + 2 * D + 3 * hidden + 2) + vectors
+    assert parameter_count(model_of(name)) == 128256 * D + L * layer + D == 1_494_723_584
 
 
 @pytest.mark.parametrize(("name", "L", "D", "heads"), [("xlstm-7b", 32, 4096, 8), ("xlstm-1.4b", 24, 2048, 4)])

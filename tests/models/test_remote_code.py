@@ -37,7 +37,7 @@ CASES = {kind: [kind] for kind in kinds()} | {
     "mamba, as printed": ["mamba"],
     "mamba, as printed, normalised projections": ["mamba"],
     "mamba2, groups": ["mamba2"],
-    "mamba3, groups, norm": ["mamba3"],
+    "mamba3, groups, norm, several inputs": ["mamba3", "several"],
     "gated_delta_net, grouped values": ["gated_delta_net"],
     "retnet, without a gate": ["retnet"],
     "static B, fixed gates, bias": ["mamba", "gsa", "kda"],
@@ -68,7 +68,10 @@ SETTINGS = {
     "longhorn, as printed": {"skip": False, "beta_bias": False},
     "mamba, as printed": {"skip": False, "discretization": "zoh"},
     "mamba2, groups": {"n_groups": 4, "norm_group_size": 6},
-    "mamba3, groups, norm": {"n_groups": 4, "output_norm": True, "rope_fraction": 1.0},
+    "mamba3, groups, norm, several inputs": {
+        "mamba3": {"n_groups": 4, "output_norm": True, "rope_fraction": 1.0},
+        "several": {"kind": "mamba3", "mimo_rank": 3, "n_groups": 2, "output_norm": True},
+    },
     "gated_delta_net, grouped values": {"heads": 2, "v_heads": 4},
     "mamba, as printed, normalised projections": {
         "skip": False,

@@ -108,7 +108,11 @@ def all_on_ranks(mesh, examples):
 
 @pytest.mark.parametrize(
     ("tensor", "models"),
-    [(2, [*MODELS, "qwen", "groups", "added"]), (4, ["bmojo", "gsa", "hybrid"]), pytest.param(4, MODELS, marks=pytest.mark.long)],
+    [
+        (2, [*MODELS, "qwen", "groups", "added", "falcon"]),
+        (4, ["bmojo", "gsa", "hybrid"]),
+        pytest.param(4, MODELS, marks=pytest.mark.long),
+    ],
 )
 def test_every_layer_on_a_shared_residual_stream_is_the_layer(pool, single_mesh, tensor, models):
     """3 x 7 tokens, which no number of ranks divides; packed; States enter, and what leaves has cotangents."""

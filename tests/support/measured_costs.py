@@ -39,6 +39,8 @@ VARIANTS = {
     "bmojo-f": ("bmojo", {"eidetic": 0}),
     "mamba2, groups": ("mamba2", {"n_groups": 2}),
     "mamba3, groups, norm": ("mamba3", {"n_groups": 2, "output_norm": True}),
+    "mamba3, mimo": ("mamba3", {"mimo_rank": 4}),
+    "mamba3, mimo, groups, norm": ("mamba3", {"mimo_rank": 2, "n_groups": 2, "output_norm": True}),
     "mamba2, groups, one norm": ("mamba2", {"n_groups": 4, "norm_group_size": SMALL_WIDTH}),
     "gated_delta_net, grouped values": ("gated_delta_net", {"heads": 2, "v_heads": 4}),
     "kda, bias, grouped values": ("kda", {"gate_bias": True, "heads": 2, "v_heads": 4}),

@@ -30,7 +30,10 @@ OPTIONS = {
     "static": {"gsa": {"gate": "data_independent"}},
     "baselines": {"rg_lru": {}, "s4d": {"block": "h3"}, "mamba3": {}},
     "added": {"bmojo": {"add_ssm_output": True}},
-    "falcon": {"mamba": {"projection_norm_eps": 1e-6, "projection_norm_weights": True}},
+    "falcon": {
+        "several": {"kind": "mamba3", "mimo_rank": 2, "n_groups": 2},
+        "mamba": {"projection_norm_eps": 1e-6, "projection_norm_weights": True},
+    },
     "groups": {"mamba2": {"expand": 2, "n_groups": 4}, "gated_delta_net": {"v_heads": 8}, "kda": {"v_heads": 8, "gate_bias": True}},
     "rwkv": {"first": {"kind": "rwkv7", "value_residual": "first"}, "rwkv7": {"value_residual": "later"}, "channel_mix": {}},
     "finch": {"rwkv6": {}, "channel_mix": {"receptance": True}, "mlstm": {}},

@@ -59,7 +59,8 @@ RULES = (
         ),
         functions=(
             "_AsScanInputs", "_DeltaRule", "_DiagonalScan", "_Gathered", "_GeneralizedDeltaRule", "_GeneralizedDeltaRuleChunks",
-            "_Gla", "_Gsa", "_Joint", "_Lattice", "_RecvState", "_Rotated", "_RunChunked", "_Scan", "_SendState", "_SendStateFirst",
+            "_Gla", "_Gsa", "_Joint", "_Lattice", "_Mixed", "_RecvState", "_Rotated", "_RunChunked", "_Scan", "_SendState",
+            "_SendStateFirst",
             "_QRChunk", "_Sequential", "_TransitionScan", "_WithSinks",
         ),
         name=r"selective_scan|flash_|fmha|sdpa|attention",
@@ -87,7 +88,7 @@ RULES = (
     Rule(
         "elementwise",
         kernels=("embedding", "gate", "head_scale", "rotary"),
-        functions=("_Embedding", "_Gate", "_HeadScale", "_Rotary"),
+        functions=("_Embedding", "_Gate", "_GatedSum", "_HeadScale", "_Rotary"),
         name=r"^(aten|prims|torch|autograd)::|at::native|at_cuda_detail|elementwise|^Mem(cpy|set)|^triton_(poi|red|per)_"
         r"|Backward\d*$|^detach_?$",
     ),

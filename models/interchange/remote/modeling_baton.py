@@ -102,7 +102,7 @@ class BatonForCausalLM(PreTrainedModel, GenerationMixin):
         "conv_weights", "conv_bias", "gate_bias", "bc_conv_weight", "bc_conv_bias", "conv_q", "conv_k", "conv_q_bias",
         "conv_k_bias", "qkv_bias", "q_norm", "k_norm", "sinks", "bound", "shift_mix", "rate_bias", "residual_bias", "k_k", "k_a",
         "r_k", "bonus", "norm_weight", "norm_bias", "input_gate_bias", "forget_gate_bias",
-        "dt_norm", "B_norm", "C_norm", "B_bias", "C_bias",
+        "dt_norm", "B_norm", "C_norm", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o",
         "W_a", "W_x", "b_a", "b_x", "Lambda",
         "log_dt", "A_imag", "token_scale", "inner_norm_weight", "inner_norm_bias", "W1", "b1", "W2", "b2",
     ]  # fmt: skip

@@ -19,6 +19,7 @@ from baton.kernels.lattice.reference import lattice_reference
 from baton.kernels.lattice.variant import UpdateRule
 from baton.kernels.longhorn.reference import longhorn_reference
 from baton.kernels.mamba3.reference import mamba3_reference
+from baton.kernels.mamba3_mimo.reference import mamba3_mimo_reference
 from baton.kernels.mlstm.reference import mlstm_reference
 from baton.kernels.rg_lru.reference import rg_lru_reference
 from baton.kernels.s4d.reference import s4d_reference
@@ -40,6 +41,7 @@ LOOPS: dict[str, Callable[..., Any]] = {
     "lattice": lattice_loop,
     "longhorn": longhorn_reference,
     "mamba3": mamba3_reference,
+    "mamba3_mimo": mamba3_mimo_reference,
     "mlstm": mlstm_reference,
     "rg_lru": rg_lru_reference,
     "s4d": s4d_reference,

@@ -109,16 +109,27 @@ def mamba2(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | No
 def mamba3(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
     z, inner, dt, A, lam = (linear(x, p[f"in_proj.{part}.weight"]) for part in ("z", "x", "dt", "A", "lam"))
     shared = linear(x, p["bc_proj.weight" if c["n_groups"] == 1 else "in_proj.bc.weight"])
-    B, C = shared.unflatten(2, (c["n_groups"], 2, -1)).unbind(3)
+    several = "mimo_x" in p
+    inputs_of_heads = (c["mimo_rank"],) if several else ()
+    B, C = shared.unflatten(2, (c["n_groups"], 2, *inputs_of_heads, c["d_state"])).unbind(3)
     B, C = (precise(rms_norm(part, p[f"{name}_norm.weight"], eps).to(x.dtype)) for name, part in (("B", B), ("C", C)))
     dt, A = F.softplus(precise(dt) + p["dt_bias"]), F.softplus(precise(A)).clamp(min=c["A_floor"])
     theta = math.pi * torch.tanh(precise(linear(x, p["angle_proj.weight"])))
-    inputs = precise(heads(inner, c["head_dim"])), B, C, dt, -A * dt, torch.sigmoid(precise(lam)), theta
-    y, state = run("mamba3", *inputs, p["B_bias"], p["C_bias"], p["D"], pos=pos, initial_state=state)
+    by_token = precise(heads(inner, c["head_dim"])), B, C, dt, -A * dt, torch.sigmoid(precise(lam)), theta
+    inputs = *by_token, p["B_bias"], p["C_bias"], p["D"]
+    if several:
+        y, state = run("mamba3_mimo", *inputs, p["mimo_x"], pos=pos, initial_state=state)
+    else:
+        y, state = run("mamba3", *inputs, pos=pos, initial_state=state)
     if c["output_norm"]:
         y = rms_norm(y.to(x.dtype), None, eps) * heads(p["norm.weight"], c["head_dim"])
-    y = (y.flatten(2) * F.silu(precise(z))).to(x.dtype)
-    return linear(y, p["out_proj.weight"]), state
+    z = heads(precise(z), c["head_dim"])
+    if several:
+        mimo_z, mimo_o = (p[name].transpose(0, 1) for name in ("mimo_z", "mimo_o"))
+        y = (mimo_o * precise(y) * F.silu(z[:, :, None] * mimo_z)).sum(2)
+    else:
+        y = y * F.silu(z)
+    return linear(y.flatten(2).to(x.dtype), p["out_proj.weight"]), state
 
 
 def rg_lru(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | None, eps: float) -> Result:
