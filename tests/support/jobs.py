@@ -20,8 +20,8 @@ from support.runs import BATON, DEADLINE_S, published, wait_until
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "slurm-sandbox"
 
-STEPS = 100
-"""Of the small run: some ten seconds on two shared cores, so that something can happen to it."""
+STEPS = 150
+"""Of the small run: some fifteen seconds on two shared cores, so that something can happen to it."""
 
 LOST_NODE_S, HANG_S = 15, 20
 """Long beside what a rank or an agent may be kept waiting for a core of a machine that does other things as well."""
