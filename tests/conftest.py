@@ -1,5 +1,6 @@
 """Fixtures that several tests share."""
 
+import gc
 import os
 import subprocess
 import tempfile
@@ -12,6 +13,8 @@ from support.pool import Pool
 from support.programs import Programs
 
 pytest_plugins = ["support.costs"]
+
+gc.disable()  # until the tests are collected: a quarter of what that takes would go into looking at what stays
 
 if not torch.cuda.is_available():
     # where there is no GPU Triton's kernels run in its interpreter; it looks when they are imported
@@ -64,6 +67,16 @@ def _place(item):
     """Of a test in the order in which workers take groups."""
     group = _group(item.nodeid)
     return FIRST.index(group) if group in FIRST else len(FIRST)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection():
+    """What has been imported and collected stays, and is not looked at again."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -53,15 +53,16 @@ the distance of the one process in bfloat16 from that in float32. One for the on
 more often: every tensor rank's part of a sum, every micro-batch's gradient of a weight."""
 
 # Tiny layers of these cost float32 most of a digit each: with three of width 12, sums in another order alone move their gradients
-# by up to 2e-5. Wider and with two layers they are as well conditioned as the others.
-SIZES = {kind: {"d_model": 48, "n_layers": 2} for kind in ("delta_net", "gated_delta_net", "gla", "lattice")}
+# by up to 2e-5. Wider they are as well conditioned as the others.
+SIZES = {kind: {"d_model": 48} for kind in ("delta_net", "gated_delta_net", "gla", "lattice")}
 # What its weights make goes through a LayerNorm per head, and of six entries that loses another digit.
 _TTT = {"kind": "ttt", "heads": 4, "head_dim": 16, "mini_batch": 16}
-SIZES["ttt"] = {"d_model": 48, "n_layers": 2, "mixers": {"ttt": _TTT}}
+SIZES["ttt"] = {"d_model": 48, "mixers": {"ttt": _TTT}}
 SIZES["rwkv"] = {"d_model": 48}  # its three layers differ
 # A document's first token reads a multiple of its own value, of which a norm per head leaves the direction: its gradient to what
 # reads is nothing but rounding, larger the smaller the multiple. The epsilon ends that; with 1e-5 errors are ten times as large.
-SIZES["rwkv6"] = {"d_model": 48, "n_layers": 2, "norm_eps": 1e-3}
+SIZES["rwkv6"] = {"d_model": 48, "norm_eps": 1e-3}
+SIZES["retnet"] = {"n_layers": 3}  # the long form has it on three stages
 
 
 @dataclass(frozen=True)

@@ -58,14 +58,17 @@ the norm leaves little but the sign: training would grow a rounding of float32 t
 
 
 def model_of(mixer):
-    """A small model of the mixer's `small` settings (`MixerConfig.small`). "hybrid": a layer with several sub-blocks, of which one
-    has two mixers, and an untied head. Or a name in OPTIONS."""
+    """A small model of the mixer's `small` settings (`MixerConfig.small`), of two layers, or of one of each in its pattern. "mamba"
+    and "hybrid" have three, which two stages share unequally. "hybrid": a layer with several sub-blocks, of which one has two
+    mixers, and an untied head. Or a name in OPTIONS."""
     if mixer == "mamba":
         return MODEL
     options = OPTIONS.get(mixer, {})
     pattern = ["mamba|attention+swiglu", "longhorn"] if mixer == "hybrid" else list(options) or [mixer]
     names = [name for entry in pattern for name in re.split(r"[+|]", entry)]
     changes = {"d_model": SMALL_WIDTH, "pattern": pattern, "tie_embeddings": mixer != "hybrid"}
+    if mixer != "hybrid":
+        changes["n_layers"] = max(2, len(pattern))
     mixers = {
         name: kinds()[options.get(name, {}).get("kind", name)].small().model_copy(update=options.get(name, {})) for name in names
     }

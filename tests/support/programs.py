@@ -4,6 +4,7 @@ Their Triton compiles: TRITON_INTERPRET, which the tests set for themselves wher
 nothing has been imported before a program begins, and no kernel has been launched.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -48,6 +49,7 @@ def _serve() -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
     import triton.runtime  # noqa: F401
 
+    gc.freeze()  # a program's collector need not look at what is imported here
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()

@@ -146,7 +146,7 @@ CASES = (
 )
 found = {}
 for number, (name, settings) in enumerate(kinds().items()):
-    model = ModelConfig(d_model=SMALL_WIDTH, n_layers=2, vocab_size=64, pattern=[name], mixers={name: settings.small()})
+    model = ModelConfig(d_model=SMALL_WIDTH, n_layers=1, vocab_size=64, pattern=[name], mixers={name: settings.small()})
     first = 0 if name == "mamba" else number % len(CASES)
     count = len(CASES) if name == "mamba" else int(sys.argv[1])
     if name == "ttt" and count < len(CASES):

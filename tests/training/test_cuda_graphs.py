@@ -217,7 +217,7 @@ for (name, settings), (changes, layout) in product(
         continue
     if name in BY_OPERATORS and (changes or layout.context_comm != "ring"):
         continue
-    model = ModelConfig(d_model=SMALL_WIDTH, n_layers=2, vocab_size=64, pattern=[name], mixers={name: settings.small()})
+    model = ModelConfig(d_model=SMALL_WIDTH, n_layers=1, vocab_size=64, pattern=[name], mixers={name: settings.small()})
     values = {"steps": 1, "sequence_length": 64, "global_batch_tokens": 128, "micro_batch_size": 2}
     values |= {"compute_dtype": "bfloat16", **changes}
     with compiling(Target(90)):

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Manifest:
         """Write and sync folder/manifest.json."""
         body = asdict(self)
         with open(folder / NAME, "w", encoding="utf-8") as f:
-            json.dump({"sha256": _digest(body), "manifest": body}, f, sort_keys=True)
+            f.write(json.dumps({"sha256": _digest(body), "manifest": body}, sort_keys=True))  # json.dump has no C form
             f.flush()
             os.fsync(f.fileno())
 
@@ -134,5 +135,10 @@ def _look_at(path: Path, expected: dict[str, Any]) -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that compute, and the digest of the kernels' launch configurations."""
-    packages = ("baton-lm", "torch", "deepspeed", "megatron-core")
-    return {**{name: version(name) for name in packages}, "kernel launch configurations": launch_configs.digest()}
+    return {**_installed(), "kernel launch configurations": launch_configs.digest()}
+
+
+@cache
+def _installed() -> dict[str, str]:
+    """Of packages, whose metadata takes milliseconds to read."""
+    return {name: version(name) for name in ("baton-lm", "torch", "deepspeed", "megatron-core")}
