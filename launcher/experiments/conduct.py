@@ -46,17 +46,20 @@ def conduct(
     only: str | None,
     out: Path,
     processes: int | None,
+    seeds: tuple[int, ...] | None,
 ) -> int:
     """Runs an experiment; returns the exit status: 0, 75 if the budget ended it, 1 if a run failed, 130 or 143 if a signal
     ended it.
 
     word: name of a shipped experiment, or path of a file. on: None: a GPU if there is one. budget_s: no run is begun after so many
     seconds. only: cells that are run. out: folder of the page. processes: that train at the same time; None: one a core, or one a
-    GPU. Raises ConfigError and other errors of settings.
+    GPU. seeds: None: the experiment's; others get runs and a page of their own. Raises ConfigError and other errors of settings.
     """
     name, experiment = find(word)
     device = _device(on)
-    made = trials(name, experiment, device)
+    if seeds is not None and experiment.is_computed:
+        raise ConfigError(f"--seeds: {name} is computed and not trained (measure={experiment.measure}); leave it out")
+    made = trials(name, experiment, device, seeds)
     wanted = chosen(made, experiment, only)
     status = 0
     if not experiment.is_computed:

@@ -1,5 +1,6 @@
 """What an experiment shows: NAME.json has all results, from which NAME.md with a table and a picture is made, and README.md with a
-line for each experiment of the folder."""
+line for each experiment of the folder. Runs with other seeds than the experiment's make NAME-seeds-2-3.json, a page of their own,
+and a comparison on NAME.md."""
 
 import json
 import math
@@ -33,6 +34,7 @@ def write(name: str, experiment: ExperimentConfig, made: list[Trial], command: s
     """Writes the page of an experiment, and the folder's README.md anew. Returns lines for the terminal."""
     found = collect(name, experiment, made, command)
     out.mkdir(parents=True, exist_ok=True)
+    name = found["name"]
     write_whole(out / f"{name}.json", json.dumps(found, indent=1) + "\n")
     if found["cells"]:
         from baton.launcher.experiments import picture
@@ -52,18 +54,25 @@ def pages(folder: Path) -> dict[Path, str]:
 
 
 def collect(name: str, experiment: ExperimentConfig, made: list[Trial], command: str) -> dict[str, Any]:
-    """Everything that a page says, JSON-able."""
+    """Everything that a page says, JSON-able. made: runs with the experiment's seeds, or all with others, whose page has another
+    name and says of which experiment it is a rerun."""
+    seeds = tuple(dict.fromkeys(trial.seed for trial in made))
+    page, again = name, {}
+    if set(seeds) != set(experiment.seeds) and not experiment.is_computed:
+        page, again = f"{name}-seeds-{'-'.join(map(str, seeds))}", {"rerun_of": name}
+        command += f" --seeds {','.join(map(str, seeds))}"
     values, rates, results = _values(experiment, made)
     figures = figures_by_cell(name, experiment)
     mean = {cell: sum(by_seed.values()) / len(by_seed) for cell, by_seed in values.items()}
     distances = {cell: _distance(experiment, mean[cell], figure) for cell, figure in figures.items() if cell in mean}
     distance = max(distances.values()) if figures and len(distances) == len(figures) else None
     outcomes = [
-        statement.judge(text, experiment.axes, values, experiment.seeds, distance, f"{name}: statement.{number}")
+        statement.judge(text, experiment.axes, values, seeds, distance, f"{name}: statement.{number}")
         for number, text in enumerate(experiment.statement)
     ]
     return {
-        "name": name,
+        "name": page,
+        **again,
         "title": experiment.title,
         "about": " ".join(experiment.about.split()),
         "measure": experiment.measure,
