@@ -256,6 +256,9 @@ def _comparison(found: Found, again: Found) -> list[str]:
 def _sentence(found: Found) -> str:
     unit = UNITS[found["measure"]]
     text = f"The paper: {found['where']}. Figures: {unit}"
+    if found["runs"][0] and found["cells"]:
+        seeds = found["cells"][0]["seeds"]
+        text += f", the mean over {_named(seeds)} ± half of the range" if len(seeds) > 1 else f", with {_named(seeds)}"
     if found["figures"]:
         text += ", the paper's in parentheses"
     if found["distance"] is not None:
