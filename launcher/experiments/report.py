@@ -168,6 +168,10 @@ def _named(seeds: Iterable[int | str]) -> str:
     return f"seeds {', '.join([first, *rest[:-1]])} and {rest[-1]}" if rest else f"seed {first}"
 
 
+def _seeds(found: Found) -> str:
+    return _named(found["cells"][0]["seeds"]) if found["cells"] else "no seed yet"
+
+
 def _cost(found: Found) -> str:
     if not found["runs"][0]:
         return "computed"
@@ -187,7 +191,8 @@ def _line(found: Found, reruns: list[Found]) -> str:
 
 
 def _page(found: Found, reruns: list[Found], experiments: Collection[str]) -> str:
-    lines = [f"# {found['title']}", "", f"**{found['verdict'].capitalize()}.** {_sentence(found)}"]
+    others = "".join(f" With {_seeds(again)}: **[{again['verdict']}]({again['name']}.md).**" for again in reruns)
+    lines = [f"# {found['title']}", "", f"**{found['verdict'].capitalize()}.**{others} {_sentence(found)}"]
     if found["about"]:
         lines += ["", found["about"]]
     lines += ["", "| statement | verdict | |", "| --- | --- | --- |"]
@@ -241,14 +246,14 @@ def _again(found: Found) -> list[str]:
 
 def _comparison(found: Found, again: Found) -> list[str]:
     """The verdict and the figures of a rerun beside those of the page."""
-    seeds = [_named(one["cells"][0]["seeds"]) if one["cells"] else "no figures" for one in (found, again)]
     verdicts = {one["text"]: one["verdict"] for one in found["statement"]}
     other = [one for one in again["statement"] if one["verdict"] != verdicts.get(one["text"])]
-    same = "the same verdict" if again["verdict"] == found["verdict"] else f"another verdict than here, {found['verdict']}"
-    lines = [f"With {seeds[1]} **[{again['verdict']}]({again['name']}.md)**, {same}. {_made(again)}."]
-    lines += [f"`{one['text']}` is {one['verdict']}" + (f" ({one['reason']})" if one["reason"] else "") + "." for one in other]
+    same = "the same verdict" if again["verdict"] == found["verdict"] else f"another than with {_seeds(found)} ({found['verdict']})"
+    lines = [f"With {_seeds(again)}: [{again['verdict']}]({again['name']}.md), {same}. {_made(again)}."]
+    if other:
+        lines += ["", *(f"- `{one['text']}`: {one['verdict']}" + (f" ({one['reason']})" if one["reason"] else "") for one in other)]
     ours, theirs = ({tuple(cell["cell"]): list(cell["seeds"].values()) for cell in one["cells"]} for one in (found, again))
-    lines += ["", f"| {'/'.join(found['axes'])} | {' | '.join(seeds)} |", "| --- | --- | --- |"]
+    lines += ["", f"| {'/'.join(found['axes'])} | {_seeds(found)} | {_seeds(again)} |", "| --- | --- | --- |"]
     cells = product(*found["axes"].values())
     return lines + [f"| {'/'.join(cell)} | {_shown(ours.get(cell), None)} | {_shown(theirs.get(cell), None)} |" for cell in cells]
 
@@ -257,8 +262,8 @@ def _sentence(found: Found) -> str:
     unit = UNITS[found["measure"]]
     text = f"The paper: {found['where']}. Figures: {unit}"
     if found["runs"][0] and found["cells"]:
-        seeds = found["cells"][0]["seeds"]
-        text += f", the mean over {_named(seeds)} ± half of the range" if len(seeds) > 1 else f", with {_named(seeds)}"
+        several = len(found["cells"][0]["seeds"]) > 1
+        text += f", the mean over {_seeds(found)} ± half of the range" if several else f", with {_seeds(found)}"
     if found["figures"]:
         text += ", the paper's in parentheses"
     if found["distance"] is not None:

@@ -229,10 +229,11 @@ def test_other_seeds_have_runs_and_a_page_of_their_own_and_a_place_on_the_experi
     finish(others)
     report.write("tiny", experiment, others, "baton experiment tiny", pages)
     after = page.read_text()
-    assert after.startswith(before)
-    assert "With seeds 1 and 4 **[not decided](tiny-seeds-1-4.md)**, another verdict than here, shown." in after
+    assert "**Shown.** With seeds 1 and 4: **[not decided](tiny-seeds-1-4.md).** The paper" in after
+    assert after.splitlines()[4:][: len(before.splitlines()) - 4] == before.splitlines()[4:]
+    assert "With seeds 1 and 4: [not decided](tiny-seeds-1-4.md), another than with seed 0 (shown)." in after
     assert "`baton experiment tiny --seeds 1,4`: 4 of 4 runs, 4 min on CPU, 2026-01-01." in after
-    assert "`small < large` is not decided (small/16 and large/16: 37.5 against 43.75, the seeds disagree" in after
+    assert "- `small < large`: not decided (small/16 and large/16: 37.5 against 43.75, the seeds disagree" in after
     assert "| small/16 | 25 | 37.5 ± 12 |" in after
     overview = (pages / "README.md").read_text()
     assert "| [tiny](tiny.md): two of a kind | shown | [not decided](tiny-seeds-1-4.md) |" in overview
