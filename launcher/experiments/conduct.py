@@ -23,7 +23,7 @@ from baton.launcher.experiments.trainer import read_result, serve
 from baton.launcher.inputs import check_inputs, with_known_vocabulary
 from baton.launcher.planner import automatic
 from baton.launcher.processes import STOPPED
-from baton.launcher.run_directory import check_run, settled
+from baton.launcher.run_directory import check_run, settled, source_state
 from baton.training.monitoring.metrics import format_duration
 
 PROCESS_BYTES = 9 << 30
@@ -175,6 +175,7 @@ class _Conductor:
         """The trainers, forked from this process, which imports for them."""
         from baton.launcher.worker import import_for
 
+        source_state()  # of now: the trainers have what is imported here
         import_for(self.device)
         _import_mixers(self.left)
         fork = multiprocessing.get_context("fork")
