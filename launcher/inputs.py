@@ -25,6 +25,8 @@ from baton.training.monitoring.wandb_writer import check_wandb
 
 EMBEDDING = "embedding.weight"
 """The embedding in a file of weights."""
+DEMO_TOKENIZER = Path("demo/tokenizer.model")
+"""The tokenizer of the demo and of experiments with its text."""
 BYTES_PER_TOKEN = 16
 """Bytes per token that no corpus exceeds. A text with this many bytes per token of a batch is not tokenized for the check."""
 
@@ -37,7 +39,8 @@ def check_inputs(config: RunConfig) -> None:
         return  # a synthetic task has no files; its settings are checked with all others
     path = config.data.tokenizer
     if not Path(path).exists():
-        raise ConfigError(f"data.tokenizer={path}: no such file; train one with `baton tokenizer train`")
+        makes = "`make demo` makes it" if Path(path) == DEMO_TOKENIZER else "train one with `baton tokenizer train`"
+        raise ConfigError(f"data.tokenizer={path}: no such file; {makes}")
     tokenizer = load_tokenizer(path, config.data.eod_token)
     model = with_vocabulary(config.model, tokenizer.vocab_size, path)
     config.model_copy(update={"model": model}).check()

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -300,8 +301,10 @@ def read_config(path: Path) -> RunConfig:
         raise ConfigError(f"{path}: not a resolved run configuration ({' '.join(str(error).split())[:200]})") from None
 
 
-def provenance() -> dict[str, object]:
-    """The origin of a run: command, source commit and uncommitted diff, packages, machine."""
+@cache
+def source_state() -> dict[str, str | None]:
+    """The source's commit and uncommitted diff when this is first called: what this process has imported does not change when
+    somebody commits."""
     source = Path(__file__).resolve().parent.parent
 
     def git(*words: str) -> str | None:
@@ -311,10 +314,14 @@ def provenance() -> dict[str, object]:
             return None
         return done.stdout.strip()
 
+    return {"commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD")}
+
+
+def provenance() -> dict[str, object]:
+    """The origin of a run: command, source commit and uncommitted diff, packages, machine."""
     return {
         "command": sys.argv,
-        "commit": git("rev-parse", "HEAD"),
-        "diff": git("diff", "HEAD"),
+        **source_state(),
         "packages": {d.name: d.version for d in sorted(distributions(), key=lambda d: d.name.lower())},
         "python": platform.python_version(),
         "machine": {

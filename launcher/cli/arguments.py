@@ -83,6 +83,17 @@ def share(text: str) -> float:
     return value
 
 
+def distinct_seeds(text: str) -> tuple[int, ...]:
+    """The numbers of 2,3 in order, each once."""
+    try:
+        values = tuple(non_negative_int(word) for word in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"{text} names no seeds; write different whole numbers, as 2,3")
+    return tuple(sorted(values))
+
+
 def time_span(text: str) -> float:
     """Seconds of 90s, 20m or 2h."""
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])

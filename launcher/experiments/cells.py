@@ -34,13 +34,13 @@ class Trial:
         return self.config.name
 
 
-def trials(name: str, experiment: ExperimentConfig, device: Device) -> list[Trial]:
-    """All runs, the first seed of every cell before the second. Checks the whole experiment. Raises ConfigError and the other
-    errors of a run's settings, with the cell's name."""
+def trials(name: str, experiment: ExperimentConfig, device: Device, seeds: tuple[int, ...] | None = None) -> list[Trial]:
+    """All runs, the first seed of every cell before the second. seeds: None: the experiment's own; a run with another has another
+    directory. Checks the whole experiment. Raises ConfigError and the other errors of a run's settings, with the cell's name."""
     check_names(name, experiment)
     made = [
         _trial(name, experiment, cell, rate, seed, device)
-        for seed in experiment.seeds
+        for seed in seeds or experiment.seeds
         for rate in experiment.learning_rates or (None,)
         for cell in product(*(labels for labels in experiment.grid.values()))
     ]
@@ -79,7 +79,7 @@ def chosen(made: list[Trial], experiment: ExperimentConfig, only: str | None) ->
 
 def _trial(name: str, experiment: ExperimentConfig, cell: tuple[str, ...], rate: float | None, seed: int, device: Device) -> Trial:
     own = [f"lr{rate:g}"] if len(experiment.learning_rates) > 1 else []
-    own += [f"seed{seed}"] if len(experiment.seeds) > 1 else []
+    own += [f"seed{seed}"] if experiment.seeds != (seed,) else []
     run = "-".join([*cell, *own])
     where = f"{name}: cell {'/'.join(cell)}"
     values = copy.deepcopy(experiment.run)

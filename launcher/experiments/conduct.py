@@ -17,13 +17,13 @@ from baton.data_pipeline.errors import StorageError
 from baton.launcher.devices import gpu_memory, kind_here
 from baton.launcher.errors import ConfigError
 from baton.launcher.experiments import report
-from baton.launcher.experiments.cells import Device, Trial, chosen, trials
+from baton.launcher.experiments.cells import FOLDER, Device, Trial, chosen, trials
 from baton.launcher.experiments.config import find, shipped
 from baton.launcher.experiments.trainer import read_result, serve
 from baton.launcher.inputs import check_inputs, with_known_vocabulary
 from baton.launcher.planner import automatic
 from baton.launcher.processes import STOPPED
-from baton.launcher.run_directory import check_run, settled
+from baton.launcher.run_directory import check_run, settled, source_state
 from baton.training.monitoring.metrics import format_duration
 
 PROCESS_BYTES = 9 << 30
@@ -46,17 +46,20 @@ def conduct(
     only: str | None,
     out: Path,
     processes: int | None,
+    seeds: tuple[int, ...] | None,
 ) -> int:
     """Runs an experiment; returns the exit status: 0, 75 if the budget ended it, 1 if a run failed, 130 or 143 if a signal
     ended it.
 
     word: name of a shipped experiment, or path of a file. on: None: a GPU if there is one. budget_s: no run is begun after so many
     seconds. only: cells that are run. out: folder of the page. processes: that train at the same time; None: one a core, or one a
-    GPU. Raises ConfigError and other errors of settings.
+    GPU. seeds: None: the experiment's; others get runs and a page of their own. Raises ConfigError and other errors of settings.
     """
     name, experiment = find(word)
     device = _device(on)
-    made = trials(name, experiment, device)
+    if seeds is not None and experiment.is_computed:
+        raise ConfigError(f"--seeds: {name} is computed and not trained (measure={experiment.measure}); leave it out")
+    made = trials(name, experiment, device, seeds)
     wanted = chosen(made, experiment, only)
     status = 0
     if not experiment.is_computed:
@@ -65,7 +68,7 @@ def conduct(
         left = [trial for trial in wanted if read_result(trial) is None]
         for trial in left:
             check_inputs(trial.config)
-        print(f"{name}: {len(wanted)} runs, {len(wanted) - len(left)} finished before", flush=True)
+        print(f"{name}: {len(wanted)} runs, {len(wanted) - len(left)} finished before; in {FOLDER / name}", flush=True)
         if left:
             count = min(processes or process_count(left, device), len(left))
             status = _Conductor(left, device, count, budget_s).run()
@@ -118,13 +121,14 @@ class _Conductor:
     trainers: list[_Trainer] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)
     failed: int = 0
+    began: float = field(default_factory=time.monotonic)
 
     def run(self) -> int:
-        began, total, out_of_time = time.monotonic(), len(self.left), False
+        total, out_of_time = len(self.left), False
         waiting, done = list(self.left), 0
         with self._signals(), self._started():
             while True:
-                out_of_time = self.budget_s is not None and time.monotonic() - began >= self.budget_s
+                out_of_time = self.budget_s is not None and time.monotonic() - self.began >= self.budget_s
                 for trainer in self.trainers:
                     if trainer.trial is None and waiting and not (out_of_time or self.stopped or self.failed):
                         trainer.trial, trainer.since = waiting.pop(0), time.monotonic()
@@ -133,7 +137,7 @@ class _Conductor:
                 if not busy:
                     break
                 for connection in wait(list(busy), timeout=0.2):
-                    done += self._ended(busy[connection], f"{done + 1} of {total}")  # type: ignore[index]
+                    done += self._ended(busy[connection], done + 1, total)  # type: ignore[index]
         if self.stopped:
             name = signal.Signals(self.stopped[0]).name
             print(f"baton: stopped by {name}; the runs are saved, and the same command goes on with them", file=sys.stderr)
@@ -145,8 +149,8 @@ class _Conductor:
             return STOPPED
         return 0
 
-    def _ended(self, trainer: _Trainer, place: str) -> bool:
-        """Hears from a trainer; whether its run is finished."""
+    def _ended(self, trainer: _Trainer, done: int, total: int) -> bool:
+        """Hears from a trainer; whether its run is finished. done: finished runs if this one is."""
         trial, trainer.trial = trainer.trial, None
         assert trial is not None
         try:
@@ -158,7 +162,9 @@ class _Conductor:
             result = read_result(trial)
             row = None if result is None else result.row
             said = "diverged" if row is None else "  ".join(f"{key} {row[key]:.4f}" for key in ("loss", "accuracy") if key in row)
-            print(f"{place}  {trial.name}  {said}  {format_duration(time.monotonic() - trainer.since)}", flush=True)
+            now = time.monotonic()
+            ahead = "" if done == total else f"  ETA {format_duration((now - self.began) / done * (total - done))}"
+            print(f"{done} of {total}  {trial.name}  {said}  {format_duration(now - trainer.since)}{ahead}", flush=True)
         elif status != STOPPED:
             self.failed = status if status in (ConfigError.exit_status, StorageError.exit_status) else 1
             print(f"baton: {trial.config.folder}: {said}; start the same command to go on", file=sys.stderr)
@@ -169,6 +175,7 @@ class _Conductor:
         """The trainers, forked from this process, which imports for them."""
         from baton.launcher.worker import import_for
 
+        source_state()  # of now: the trainers have what is imported here
         import_for(self.device)
         _import_mixers(self.left)
         fork = multiprocessing.get_context("fork")

@@ -1,70 +1,96 @@
 """What an experiment shows: NAME.json has all results, from which NAME.md with a table and a picture is made, and README.md with a
-line for each experiment of the folder."""
+line for each experiment of the folder. Runs with other seeds than the experiment's make NAME-seeds-2-3.json, a page of their own,
+and a comparison on NAME.md."""
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from baton.launcher.experiments import statement
-from baton.launcher.experiments.cells import Trial, figures_by_cell
+from baton.launcher.experiments.cells import FOLDER, Trial, figures_by_cell
 from baton.launcher.experiments.config import UNITS, ExperimentConfig
 from baton.launcher.experiments.trainer import Result, read_result
 from baton.launcher.run_directory import write_whole
 
 Cell = tuple[str, ...]
+Found = Mapping[str, Any]
+"""What `collect` returns."""
 
 OVERVIEW = """# Reproduced
 
 Statements of the papers as experiments: `baton experiment NAME` trains what is left of one, resumes what was interrupted, and
 writes its page and this one ([how](../experiments.md)). The verdict is computed. shown: every inequality of the statement holds,
-with every seed; not shown: one holds with no seed; not decided: runs are missing, or seeds disagree. Distance: the largest one of a
-cell from the paper's figure.
+with every seed; not shown: one holds with no seed; not decided: runs are missing, or seeds disagree. Other seeds: the verdict of a
+rerun with them. Distance: the largest one of a cell from the paper's figure. Cost: the time of all runs together; on a CPU each has
+one core.
 
-| experiment | verdict | distance | cost | command |
-| --- | --- | --- | --- | --- |"""
+| experiment | verdict | other seeds | distance | cost | command |
+| --- | --- | --- | --- | --- | --- |"""
 
 
 def write(name: str, experiment: ExperimentConfig, made: list[Trial], command: str, out: Path) -> list[str]:
-    """Writes the page of an experiment, and the folder's README.md anew. Returns lines for the terminal."""
+    """Writes the page of an experiment, and the folder's README.md anew. A page of more runs is kept while
+    some are missing, as in a checkout where they have not been repeated yet. Returns lines for the terminal."""
     found = collect(name, experiment, made, command)
+    lines = [f"{one['verdict']}: {one['text']}" + (f" ({one['reason']})" if one["reason"] else "") for one in found["statement"]]
+    name = found["name"]
+    results, page = out / f"{name}.json", out / f"{name}.md"
+    before = json.loads(results.read_text(encoding="utf-8"))["runs"][1] if results.exists() else 0
+    if found["runs"][1] < min(before, found["runs"][0]):
+        return [*lines, f"{name}: {found['verdict']}; {page} is kept: it is of {before} runs, and here are {found['runs'][1]}"]
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / f"{name}.json", json.dumps(found, indent=1) + "\n")
+    write_whole(results, json.dumps(found, indent=1) + "\n")
     if found["cells"]:
         from baton.launcher.experiments import picture
 
         picture.draw(found, out / f"{name}.png")
     for path, text in pages(out).items():
         write_whole(path, text)
-    lines = [f"{one['verdict']}: {one['text']}" + (f" ({one['reason']})" if one["reason"] else "") for one in found["statement"]]
-    return [*lines, f"{name}: {found['verdict']}; see {out / f'{name}.md'}"]
+    return [*lines, f"{name}: {found['verdict']}; see {page}"]
 
 
 def pages(folder: Path) -> dict[Path, str]:
     """The text of every page of a folder, from its results. Path to text."""
-    experiments = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    lines = [OVERVIEW, *map(_line, experiments)]
-    return {folder / f"{found['name']}.md": _page(found) for found in experiments} | {folder / "README.md": "\n".join(lines) + "\n"}
+    experiments = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    reruns = defaultdict[str, list[Found]](list)
+    for found in experiments.values():
+        if "rerun_of" in found:
+            reruns[found["rerun_of"]].append(found)
+    lines = [OVERVIEW]
+    for name, found in experiments.items():
+        if found.get("rerun_of") not in experiments:  # a rerun is in the line of its experiment
+            lines.append(_line(found, reruns[name]))
+    texts = {folder / f"{name}.md": _page(found, reruns[name], experiments) for name, found in experiments.items()}
+    return texts | {folder / "README.md": "\n".join(lines) + "\n"}
 
 
 def collect(name: str, experiment: ExperimentConfig, made: list[Trial], command: str) -> dict[str, Any]:
-    """Everything that a page says, JSON-able."""
+    """Everything that a page says, JSON-able. made: runs with the experiment's seeds, or all with others, whose page has another
+    name and says of which experiment it is a rerun."""
+    seeds = tuple(dict.fromkeys(trial.seed for trial in made))
+    page, title, again = name, experiment.title, {}
+    if set(seeds) != set(experiment.seeds):
+        page, again = f"{name}-seeds-{'-'.join(map(str, seeds))}", {"rerun_of": name}
+        title += f"; {_named(seeds)}"
+        command += f" --seeds {','.join(map(str, seeds))}"
     values, rates, results = _values(experiment, made)
     figures = figures_by_cell(name, experiment)
     mean = {cell: sum(by_seed.values()) / len(by_seed) for cell, by_seed in values.items()}
     distances = {cell: _distance(experiment, mean[cell], figure) for cell, figure in figures.items() if cell in mean}
     distance = max(distances.values()) if figures and len(distances) == len(figures) else None
     outcomes = [
-        statement.judge(text, experiment.axes, values, experiment.seeds, distance, f"{name}: statement.{number}")
+        statement.judge(text, experiment.axes, values, seeds, distance, f"{name}: statement.{number}")
         for number, text in enumerate(experiment.statement)
     ]
     return {
-        "name": name,
-        "title": experiment.title,
+        "name": page,
+        **again,
+        "title": title,
         "about": " ".join(experiment.about.split()),
         "measure": experiment.measure,
         "where": experiment.paper.where,
@@ -137,7 +163,16 @@ def _distance(experiment: ExperimentConfig, ours: float, paper: float) -> float:
 # ------------------------------------------------------------------------------------------------------------------- the pages
 
 
-def _cost(found: Mapping[str, Any]) -> str:
+def _named(seeds: Iterable[int | str]) -> str:
+    first, *rest = map(str, seeds)
+    return f"seeds {', '.join([first, *rest[:-1]])} and {rest[-1]}" if rest else f"seed {first}"
+
+
+def _seeds(found: Found) -> str:
+    return _named(found["cells"][0]["seeds"]) if found["cells"] else "no seed yet"
+
+
+def _cost(found: Found) -> str:
     if not found["runs"][0]:
         return "computed"
     done = found["runs"][1]
@@ -148,14 +183,16 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _line(found: Mapping[str, Any]) -> str:
+def _line(found: Found, reruns: list[Found]) -> str:
     distance = "" if found["distance"] is None else f"{found['distance']:.3g} {found['distance_unit']}"
     name = f"[{found['name']}]({found['name']}.md)"
-    return f"| {name}: {found['title']} | {found['verdict']} | {distance} | {_cost(found)} | `{found['command']}` |"
+    others = ", ".join(f"[{again['verdict']}]({again['name']}.md)" for again in reruns)
+    return f"| {name}: {found['title']} | {found['verdict']} | {others} | {distance} | {_cost(found)} | `{found['command']}` |"
 
 
-def _page(found: Mapping[str, Any]) -> str:
-    lines = [f"# {found['title']}", "", f"**{found['verdict'].capitalize()}.** {_sentence(found)}"]
+def _page(found: Found, reruns: list[Found], experiments: Collection[str]) -> str:
+    others = "".join(f" With {_seeds(again)}: **[{again['verdict']}]({again['name']}.md).**" for again in reruns)
+    lines = [f"# {found['title']}", "", f"**{found['verdict'].capitalize()}.**{others} {_sentence(found)}"]
     if found["about"]:
         lines += ["", found["about"]]
     lines += ["", "| statement | verdict | |", "| --- | --- | --- |"]
@@ -163,18 +200,70 @@ def _page(found: Mapping[str, Any]) -> str:
     lines += ["", *_table(found)]
     if found["cells"]:
         lines += ["", f"![{found['title']}]({found['name']}.png)"]
-    if any(cell["rate"] is not None for cell in found["cells"]):
-        chosen = ", ".join(f"{'/'.join(cell['cell'])} {cell['rate']:g}" for cell in found["cells"] if cell["rate"] is not None)
-        lines += ["", f"Learning rates chosen by validation loss: {chosen}."]
-    made = [f"commit {' and '.join(found['commits'])}"] if found["commits"] else []
-    made += [" to ".join(dict.fromkeys((found["dates"][0], found["dates"][-1])))] if found["dates"] else []
-    lines += ["", f"`{found['command']}`: {', '.join([_cost(found), *made])}."]
+    if rates := _rates(found):
+        lines += ["", f"Learning rates chosen by validation loss: {', '.join(rates)}."]
+    lines += ["", f"{_made(found)}."]
+    if "rerun_of" not in found:
+        lines += _again(found)
+    elif (name := found["rerun_of"]) in experiments:
+        lines += ["", f"[{name}]({name}.md) with other seeds."]
+    for again in reruns:
+        lines += ["", *_comparison(found, again)]
     return "\n".join(lines) + "\n"
 
 
-def _sentence(found: Mapping[str, Any]) -> str:
+def _rates(found: Found) -> list[str]:
+    """The learning rate of each cell of the grid; cases are evaluations of the same runs."""
+    length = len([axis for axis in found["axes"] if axis != "case"])
+    cells = [cell for cell in found["cells"] if cell["rate"] is not None]
+    return list(dict.fromkeys(f"{'/'.join(cell['cell'][:length])} {cell['rate']:g}" for cell in cells))
+
+
+def _made(found: Found) -> str:
+    """The command, and what it took, where and when."""
+    said = [_cost(found)]
+    said += [f"commit {' and '.join(found['commits'])}"] if found["commits"] else []
+    said += [" to ".join(dict.fromkeys((found["dates"][0], found["dates"][-1])))] if found["dates"] else []
+    return f"`{found['command']}`: {', '.join(said)}"
+
+
+def _again(found: Found) -> list[str]:
+    """How to run it again, for a reader who has this page alone."""
+    if not found["runs"][0] or not found["cells"]:
+        return []
+    used = [int(seed) for seed in found["cells"][0]["seeds"]]
+    others = range(max(used) + 1, max(used) + 1 + len(used))
+    return [
+        "",
+        "## Run it again",
+        "",
+        f"The command trains what `{FOLDER / found['name']}` does not have yet, goes on where it was interrupted, and writes this "
+        "page when it has as many runs; `--out FOLDER` writes it elsewhere. The time is that of all runs together: on a CPU each "
+        "has one core, and `--processes 1` trains one at a time. Other seeds have runs and a page of their own, and are compared "
+        f"here: `{found['command']} --seeds {','.join(map(str, others))}`.",
+    ]
+
+
+def _comparison(found: Found, again: Found) -> list[str]:
+    """The verdict and the figures of a rerun beside those of the page."""
+    verdicts = {one["text"]: one["verdict"] for one in found["statement"]}
+    other = [one for one in again["statement"] if one["verdict"] != verdicts.get(one["text"])]
+    same = "the same verdict" if again["verdict"] == found["verdict"] else f"another than with {_seeds(found)} ({found['verdict']})"
+    lines = [f"With {_seeds(again)}: [{again['verdict']}]({again['name']}.md), {same}. {_made(again)}."]
+    if other:
+        lines += ["", *(f"- `{one['text']}`: {one['verdict']}" + (f" ({one['reason']})" if one["reason"] else "") for one in other)]
+    ours, theirs = ({tuple(cell["cell"]): list(cell["seeds"].values()) for cell in one["cells"]} for one in (found, again))
+    lines += ["", f"| {'/'.join(found['axes'])} | {_seeds(found)} | {_seeds(again)} |", "| --- | --- | --- |"]
+    cells = product(*found["axes"].values())
+    return lines + [f"| {'/'.join(cell)} | {_shown(ours.get(cell), None)} | {_shown(theirs.get(cell), None)} |" for cell in cells]
+
+
+def _sentence(found: Found) -> str:
     unit = UNITS[found["measure"]]
     text = f"The paper: {found['where']}. Figures: {unit}"
+    if found["runs"][0] and found["cells"]:
+        several = len(found["cells"][0]["seeds"]) > 1
+        text += f", the mean over {_seeds(found)} ± half of the range" if several else f", with {_seeds(found)}"
     if found["figures"]:
         text += ", the paper's in parentheses"
     if found["distance"] is not None:
@@ -182,7 +271,7 @@ def _sentence(found: Mapping[str, Any]) -> str:
     return text + "."
 
 
-def _table(found: Mapping[str, Any]) -> list[str]:
+def _table(found: Found) -> list[str]:
     (first, rows), *others = found["axes"].items()
     columns = list(product(*(labels for _, labels in others)))
     ours = {tuple(cell["cell"]): list(cell["seeds"].values()) for cell in found["cells"]}

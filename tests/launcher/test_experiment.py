@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from baton.launcher.errors import ConfigError
 from baton.launcher.experiments import conduct, report, statement
 from baton.launcher.experiments.cells import chosen, trials
 from baton.launcher.experiments.config import ExperimentConfig, find, read_experiment, shipped
+from baton.launcher.experiments.trainer import RESULT
 from baton.launcher.load import load_model
 from baton.training.monitoring.metrics import read_metrics
 
@@ -119,6 +121,15 @@ def test_it_is_interrupted_resumed_and_judged_and_nothing_is_run_twice(begin, tm
     assert "2 runs, 2 finished before" in said.read_text()
     assert not (large / "attempts" / "0002").exists()
 
+    process, said = begin("--seeds", "1", "--only", "small")
+    assert process.wait(DEADLINE_S) == 0, said.read_text()
+    assert "1 runs, 0 finished before" in said.read_text()
+    other = read_metrics(small.with_name("small-seed1") / "metrics.jsonl")
+    assert other[-1]["step"] == STEPS
+    assert other[0]["loss"] != read_metrics(small / "metrics.jsonl")[0]["loss"]
+    assert (tmp_path / "pages" / "tiny.json").read_text() == json.dumps(found, indent=1) + "\n"
+    assert "tiny-seeds-1: not decided" in said.read_text()
+
 
 def test_text_is_evaluated_in_windows_of_any_length(begin, tmp_path):
     """In those of training as during training, and in one for them all as `load_model` has the documents one by one."""
@@ -194,6 +205,46 @@ def test_the_rate_with_the_lowest_loss_is_shown_and_diverged_runs_are_never(monk
     ]
 
 
+def test_other_seeds_have_runs_and_a_page_of_their_own_and_a_place_on_the_experiments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    experiment = ExperimentConfig.model_validate(with_changes(statement=["small < large"], learning_rates=[0.1]))
+    accuracies = {"small": {0: 0.25, 1: 0.5, 4: 0.25}, "large": {0: 0.5, 1: 0.75, 4: 0.125}}
+
+    def finish(made):
+        for trial in made:
+            cases = {case: {"accuracy": accuracies[trial.cell[0]][trial.seed]} for case in ("length-16", "length-8")}
+            result = report.Result(STEPS, {"loss": 1.0, "cases": cases}, None, 60.0, "CPU", None, "2026-01-01")
+            trial.config.folder.mkdir(parents=True)
+            (trial.config.folder / RESULT).write_text(json.dumps(asdict(result)))
+
+    page, pages = tmp_path / "pages" / "tiny.md", tmp_path / "pages"
+    own, others = trials("tiny", experiment, "cpu"), trials("tiny", experiment, "cpu", (1, 4))
+    assert [trial.name for trial in own] == ["small", "large"]
+    assert [trial.name for trial in others] == ["small-seed1", "large-seed1", "small-seed4", "large-seed4"]
+    finish(own)
+    report.write("tiny", experiment, own, "baton experiment tiny", pages)
+    assert "`baton experiment tiny --seeds 1`" in page.read_text()
+    assert "Learning rates chosen by validation loss: small 0.1, large 0.1." in page.read_text()
+    before = page.read_text()
+    finish(others)
+    report.write("tiny", experiment, others, "baton experiment tiny", pages)
+    after = page.read_text()
+    assert "**Shown.** With seeds 1 and 4: **[not decided](tiny-seeds-1-4.md).** The paper" in after
+    assert after.splitlines()[4:][: len(before.splitlines()) - 4] == before.splitlines()[4:]
+    assert "With seeds 1 and 4: [not decided](tiny-seeds-1-4.md), another than with seed 0 (shown)." in after
+    assert "`baton experiment tiny --seeds 1,4`: 4 of 4 runs, 4 min on CPU, 2026-01-01." in after
+    assert "- `small < large`: not decided (small/16 and large/16: 37.5 against 43.75, the seeds disagree" in after
+    assert "| small/16 | 25 | 37.5 ± 12 |" in after
+    overview = (pages / "README.md").read_text()
+    assert "| [tiny](tiny.md): two of a kind | shown | [not decided](tiny-seeds-1-4.md) |" in overview
+    assert overview.count("two of a kind") == 1
+    assert "[tiny](tiny.md) with other seeds." in (pages / "tiny-seeds-1-4.md").read_text()
+
+    (own[0].config.folder / RESULT).unlink()  # as in a checkout where it has not been repeated
+    assert "is kept: it is of 2 runs, and here are 1" in report.write("tiny", experiment, own, "baton experiment tiny", pages)[-1]
+    assert page.read_text() == after
+
+
 REFUSALS = {
     "unknown key": (with_changes(seed=1), ["unknown key seed", "did you mean seeds?"]),
     "no statement": (with_changes(statement=[]), ["statement"]),
@@ -251,15 +302,20 @@ def test_words_that_cannot_be(capsys, monkeypatch, tmp_path):
         (["nothing.yaml"], "nothing.yaml: no such file"),
         (["tiny.yaml", "--on", "cpu", "--only", "huge"], "--only: no cell is called 'huge'"),
         (["tiny.yaml", "--on", "gpu"], "--on gpu: no GPU"),
+        (["gsa-state", "--seeds", "1"], "--seeds: gsa-state is computed"),
     ):
         monkeypatch.setattr("baton.launcher.experiments.conduct.kind_here", lambda wanted: "cpu")
         assert main(["experiment", *words]) == 2
         err = capsys.readouterr().err
         assert needle in err
         assert err.count("\n") == 1
-    with pytest.raises(SystemExit, match="2"):
-        main(["experiment", "tiny.yaml", "--budget", "soon"])
-    assert "soon is no time; write it as 90s, 20m or 2h" in capsys.readouterr().err
+    for words, needle in (
+        (["--budget", "soon"], "soon is no time; write it as 90s, 20m or 2h"),
+        (["--seeds", "1,1"], "1,1 names no seeds; write different whole numbers, as 2,3"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["experiment", "tiny.yaml", *words])
+        assert needle in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -274,7 +330,8 @@ def test_the_pages_are_made_of_the_results_and_of_shipped_experiments():
     for path, text in report.pages(folder).items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run `baton experiment {path.stem}`"
     for path in folder.glob("*.json"):
-        found, experiment = json.loads(path.read_text(encoding="utf-8")), find(path.stem)[1]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        experiment = find(found.get("rerun_of", path.stem))[1]
         assert found["axes"] == {axis: list(labels) for axis, labels in experiment.axes.items()}
         assert [one["text"] for one in found["statement"]] == list(experiment.statement)
         if experiment.is_computed:
