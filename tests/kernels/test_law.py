@@ -28,7 +28,7 @@ from baton.kernels.protocol import LinearRecurrence, Recurrence, SequentialRecur
 
 TOLERANCE = 1e-10
 SPANS = {"seed": seeds, "batch": st.integers(1, 3), "length": st.integers(1, 41)}
-TOKEN_BY_TOKEN = 8
+TOKEN_BY_TOKEN = 20
 """Tokens of the longest sequence that is split into pieces of one token each."""
 CUT_SPANS = {
     **SPANS,
