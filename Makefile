@@ -1,5 +1,7 @@
 # The commands of this repository. `make demo` and `make test` do all their own set-up in .venv.
 SHELL := /bin/bash
+# an activated .venv is not the Python that makes .venv: scripts/setup.sh would remove what it runs on
+export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 # -P: the checkout's folders must not become importable under their bare names; transformers, for one, looks for a `kernels`
 # bytecode is kept, also where the environment says otherwise: tests start hundreds of processes
 PYTEST := PYTHONDONTWRITEBYTECODE= .venv/bin/python -P -m pytest
