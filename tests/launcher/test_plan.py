@@ -147,7 +147,7 @@ def test_states_are_the_modules(variant):
 
 
 def test_chunks_and_buckets_are_the_kernels():
-    from baton.kernels import protocol
+    from baton.kernels import state_message
     from baton.kernels.delta_rule import chunked as delta_rule
     from baton.kernels.delta_rule.triton_launch import LaunchConfig as DeltaRuleLaunchConfig
     from baton.kernels.diagonal_scan import chunked as diagonal_scan
@@ -174,7 +174,7 @@ def test_chunks_and_buckets_are_the_kernels():
     assert LatticeLaunchConfig().checkpoint_interval == LatticeLaunchConfig().chunk == cost_model.LATTICE_GPU_CHUNK
     assert window_attention._BLOCK == cost_model.WINDOW_BLOCK
     assert eidetic_attention._BLOCK == cost_model.EIDETIC_BLOCK
-    assert protocol._ALIGNMENT_BYTES == cost_model.MESSAGE_ALIGNMENT
+    assert state_message._ALIGNMENT_BYTES == cost_model.MESSAGE_ALIGNMENT
     for batch, channels, d_state in ((1, 64, 16), (1, 1024, 16), (4, 4096, 16), (1, 2048, 5), (2, 1024, 4)):
         carrier = cost_model.RecurrenceCosts("scan", (), chunk=1, scan_elements=channels * d_state)
         expected = diagonal_scan.chunk_length(batch, channels // 2, d_state)
