@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 DECLARATION = (
     "models/settings/mamba.py",
-    "return (*super().parameters(d_model), A_log, *static)",
-    'return (*super().parameters(d_model), A_log, *static, split("D_scale", inner, init=Constant(0.75)))',
+    "return (*super().parameters(d_model), A_log, *static, *norms)",
+    'return (*super().parameters(d_model), A_log, *static, *norms, split("D_scale", inner, init=Constant(0.75)))',
 )
 USE = ("models/mixers/mamba.py", "-torch.exp(self.A_log), D_D, dt_bias_D", "-torch.exp(self.A_log), D_D * self.D_scale, dt_bias_D")
 
