@@ -131,8 +131,9 @@ def test_prompts_of_unequal_length_are_decoded_as_each_alone(loaded):
         ({"max_new_tokens": -1}, "max_new_tokens=-1: give 0"),
         ({"batch_size": 0}, "batch_size=0: give 1"),
         ({"batch_size": -1}, "batch_size=-1: give 1"),
-        ({"prompts": b"def"}, "prompts: expected a string or a list of strings, got b'def'"),
-        ({"prompts": ["def", 3]}, "prompts: expected a string or a list of strings"),
+        ({"prompts": b"de"}, "prompts: expected a string or strings, found [100, 101]"),
+        ({"prompts": ["def", 3]}, "prompts: expected a string or strings, found ['def', 3]"),
+        ({"prompts": 3}, "prompts: expected a string or strings, found [3]"),
     ],
     ids=str,
 )
@@ -146,7 +147,10 @@ def test_what_is_nearly_an_argument_is_one(loaded):
     assert loaded.generate(["def", ""], max_new_tokens=0) == ["", ""]
     assert loaded.generate([]) == []
     greedy = loaded.generate(PROMPTS, max_new_tokens=9, temperature=0)
-    assert loaded.generate(PROMPTS, max_new_tokens=9, temperature=1e-40) == greedy
+    for nearly in (1e-36, 1e-45, 1e-300):
+        assert loaded.generate(PROMPTS, max_new_tokens=9, temperature=nearly) == greedy
+    assert loaded.generate(PROMPTS, max_new_tokens=9, temperature=1.0, top_p=1e-30) == greedy
+    assert loaded.generate((prompt for prompt in PROMPTS), max_new_tokens=9, temperature=0) == greedy
     assert loaded.generate("def", max_new_tokens=9, seed=-1) == loaded.generate("def", max_new_tokens=9, seed=2**64 - 1)
     assert loaded.generate("def", max_new_tokens=9, seed=2**70 + 3) == loaded.generate("def", max_new_tokens=9, seed=3)
 

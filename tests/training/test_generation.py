@@ -10,6 +10,7 @@ from support.recurrences import seeded
 
 from baton.models.library import language_model
 from baton.models.settings import kinds
+from baton.parallel.cast_weights import drop_cast_weights
 from baton.training.errors import RunError
 from baton.training.evaluation.generation import Sampling, StepRecorder, generate, read_prompts
 
@@ -100,8 +101,7 @@ def test_recorded_steps_are_steps(kind):
     expected = generate(model, prompts, **words)
     assert [len(ids) for ids in expected] == [30, 5, 3, 12, 7, 18]
     made.clear()
-    recorder = StepRecorder(Again)
-    assert generate(model, prompts, **words, recorder=recorder) == expected
+    assert generate(model, prompts, **words, recorder=StepRecorder(Again)) == expected
     assert [(one.warmed, one.held) for one in made] == [(1, False)] * 2 + [(1, True)]
     assert sum(one.replays for one in made) == 29 - 3
 
@@ -128,8 +128,45 @@ def test_a_recorded_step_is_used_again_by_a_batch_of_as_many_rows():
         generate(model, prompts_of((8, 2)), tokens=30, **words, ended=lambda row, ids: 1 / (20 - len(ids)) < 0, recorder=recorder)
     assert not made[2].held
     writes(prompts_of((8, 2)), 30, 4)
+    with torch.inference_mode():
+        writes(prompts_of((8, 2)), 30, 5)
+    writes(prompts_of((8, 2)), 30, 6)
     recorder.release()
-    assert [one.held for one in made] == [False] * 4
+    assert [one.held for one in made] == [False] * 6
+
+
+def test_a_batch_some_rows_of_which_have_ended_is_kept_with_the_others():
+    model, prompts = language_model(model_of("mamba"), seed=2), prompts_of()
+    words = {"tokens": 24, "vocab_size": 61, "stop": None, "sampling": Sampling(0.9)}
+    made.clear()
+    recorder = StepRecorder(Again)
+
+    def writes(prompts, ended, recordings):
+        expected = generate(model, prompts, **words, ended=ended)
+        assert generate(model, prompts, **words, ended=ended, recorder=recorder) == expected
+        assert len(made) == recordings
+
+    writes(prompts, lambda row, ids: row != 1 and len(ids) == 4, 2)  # one row of six is left
+    writes(prompts, lambda row, ids: row == 2, 3)  # before a step is recorded
+    writes([prompts[1]], None, 4)
+    writes(prompts, lambda row, ids: row == 2, 5)
+    writes(prompts[1:], None, 5)
+    recorder.release()
+    assert not any(one.held for one in made)
+
+
+def test_a_recorded_step_reads_the_weights_of_now():
+    """Their copies in the compute dtype are other memory once they have been dropped."""
+    model = language_model(model_of("mamba"), seed=2, dtype=torch.bfloat16)
+    words = {"tokens": 12, "vocab_size": 61, "stop": None, "sampling": Sampling(0)}
+    made.clear()
+    recorder = StepRecorder(Again)
+    for recordings in (1, 1):
+        generate(model, prompts_of((4, 4)), **words, recorder=recorder)
+        assert len(made) == recordings
+    drop_cast_weights(model)
+    generate(model, prompts_of((4, 4)), **words, recorder=recorder)
+    assert len(made) == 2
 
 
 def test_a_model_whose_logits_are_not_finite_says_so():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.models.lm import LanguageModel, States
+from baton.parallel.cast_weights import CastWeightCache
 from baton.training.errors import RunError
 from baton.training.step.cuda_graphs import CudaGraphRecorder, GraphRecorder, Run
 
@@ -69,6 +70,11 @@ class StepRecorder:
             return kept or new
         kept.release()
         return new
+
+    def make_room(self, rows: int, sampling: Sampling, vocab_size: int) -> None:
+        """Free what is kept if it does not fit a batch that is about to be read."""
+        if self._kept is not None and self._kept.kind != (rows, sampling, vocab_size):
+            self.release()
 
     def keep(self, decoding: "_Decoding") -> None:
         """Keep a batch whose text is written."""
@@ -127,6 +133,8 @@ def generate(
         distinct = list(dict.fromkeys(tuple(prompts[row]) for row in batch))
         place = {prompt: n for n, prompt in enumerate(distinct)}
         index = torch.tensor([place[tuple(prompts[row])] for row in batch], device=device)
+        if recorder is not None:
+            recorder.make_room(len(batch), sampling, vocab_size)
         hidden, states = read_prompts(model, distinct)
         # the generators are the CPU's, whose draws are the same beside every device
         draws = torch.stack([torch.rand(tokens, dtype=torch.float64, generator=generators[row]) for row in batch])
@@ -173,6 +181,20 @@ def generate(
     return written
 
 
+class _Weights:
+    """What a recorded step reads besides its own memory: parameters, and their copies in the compute dtype, which are held here so
+    that nothing else takes their place."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._places = tuple((p.data_ptr(), None if p.is_inference() else p._version) for p in model.parameters())
+        self._copies = tuple(m._cast_weight_cache for m in model.modules() if isinstance(m, CastWeightCache))
+
+    def still_are_of(self, model: LanguageModel) -> bool:
+        """Whether the model's are the same; a copy that was dropped since is not."""
+        now = _Weights(model)
+        return self._places == now._places and all(a is b for a, b in zip(self._copies, now._copies, strict=True))
+
+
 class _Decoding:
     """Rows of a batch that are decoded together: each one's last token and position, and the States of the tokens before it.
 
@@ -197,9 +219,8 @@ class _Decoding:
         self._token = torch.zeros(len(pos), dtype=torch.int64, device=pos.device)
         self._draw = draws[:, 0].clone()
         self._steps = 1
-        # what a recorded step depends on beside the contents of its memory
-        weights = tuple((p.data_ptr(), p._version) for p in model.parameters())
-        self._kind = len(pos), sampling, vocab_size, weights
+        self._inference = torch.is_inference_mode_enabled()
+        self._recorded_weights: _Weights | None = None
         self._recorder: GraphRecorder | None = None
         self._replay: Run | None = None
 
@@ -208,9 +229,15 @@ class _Decoding:
         """Whether its steps are replayed."""
         return self._replay is not None
 
+    @property
+    def kind(self) -> tuple[int, Sampling, int]:
+        """Rows, which change where some are left out, and how tokens are chosen."""
+        return len(self._pos), self._sampling, self._vocab_size
+
     def takes_over(self, new: "_Decoding") -> bool:
         """Go on with the rows of a new batch where they fit what is recorded; whether they do."""
-        if self._kind != new._kind:
+        fits = self.kind == new.kind and self._inference == new._inference
+        if not fits or self._recorded_weights is None or not self._recorded_weights.still_are_of(self._model):
             return False
         for layer, state in new._states.items():
             for name, leaf in state.items():
@@ -235,6 +262,7 @@ class _Decoding:
             self._recorder = self._made(self._pos.device)
             self._recorder.warm_up(self._run)  # which is this step
             self._replay = self._recorder.record(self._run)
+            self._recorded_weights = _Weights(self._model)
         else:
             self._run()
         return self._token.tolist()
@@ -343,19 +371,19 @@ def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
     draws: float64 [B] uniform in [0, 1): the token at that part of the summed probabilities is chosen.
     """
     finite = logits.amax(dim=-1).isfinite()
-    if sampling.temperature == 0:
+    if sampling.temperature < torch.finfo(logits.dtype).tiny:  # or 0
         return torch.where(finite, logits.argmax(dim=-1), -1)
     if sampling.top_k:
         least = logits.topk(min(sampling.top_k, logits.shape[1])).values[:, -1:]
         logits = torch.where(logits >= least, logits, -torch.inf)
-    # what is divided is at most 0, so that no temperature makes it infinite
+    # what is divided is at most 0: a small temperature may make it infinite, and its probability 0
     probabilities = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature, dim=-1)
     if sampling.top_p < 1:
         ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
         weights = _integers(ordered)
         before = weights.cumsum(dim=-1) - weights
         probabilities = torch.zeros_like(probabilities).scatter(
-            1, ids, torch.where(before < int(sampling.top_p * 2**_WEIGHT_BITS), ordered, 0.0)
+            1, ids, torch.where(before < max(1, int(sampling.top_p * 2**_WEIGHT_BITS)), ordered, 0.0)
         )
     sums = torch.where(finite[:, None], _integers(probabilities), 1).cumsum(dim=-1)
     at = (draws[:, None] * sums[:, -1:]).to(torch.int64).minimum(sums[:, -1:] - 1)

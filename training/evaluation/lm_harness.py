@@ -115,14 +115,16 @@ class HarnessModel(TemplateLM):
             kinds.setdefault(repr(sorted(one.args[1].items())), []).append(n)
         for members in kinds.values():
             options = normalize_gen_kwargs(requests[members[0]].args[1], MAX_GENERATED)
-            temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
-            sampling = Sampling(temperature, options.get("top_k") or 0, options.get("top_p", 1.0))
+            sampling = Sampling(0.0)
+            if options["do_sample"]:
+                sampling = Sampling(options.get("temperature", 1.0), options.get("top_k") or 0, options.get("top_p", 1.0))
             members.sort(key=lambda n: len(requests[n].args[0]))
             for start in range(0, len(members), self.batch):
                 some = members[start : start + self.batch]
                 texts = self._texts(some, requests, list(options["until"]), options["max_gen_toks"], sampling)
                 for n, text in zip(some, texts, strict=True):
                     found[n] = text
+        self.loaded.release()
         return found
 
     def _texts(

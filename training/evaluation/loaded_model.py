@@ -4,7 +4,7 @@ Shapes: B sequences, T tokens.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,8 +51,13 @@ class LoadedModel:
 
     @cached_property
     def step_recorder(self) -> StepRecorder | None:
-        """Keeps the last step that was recorded, so that batches of as many rows share it."""
+        """Keeps the last step that was recorded, with its batch's States, so that batches of as many rows share it."""
         return step_recorder(self.model)
+
+    def release(self) -> None:
+        """Free the GPU memory that generation keeps for the next batch."""
+        if self.step_recorder is not None:
+            self.step_recorder.release()
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +65,8 @@ class LoadedModel:
         return next(self.model.parameters()).device
 
     def __call__(self, tokens: Tensor, states: States | None = None, pos: Tensor | None = None) -> tuple[Tensor, SequenceStates]:
-        """Logits float32 [B, T, vocab_size] of the token after each, and the States after the last.
+        """Logits float32 [B, T, vocab_size] of the token after each, and the States after the last. Waits for the GPU, to see
+        whether all ids are in the vocabulary.
 
         Args:
             tokens: int64 [B, T] on the model's device. A document begins with the EOD token.
@@ -133,9 +139,9 @@ class LoadedModel:
 
         Raises RunError without a tokenizer; ValueError for an argument that is none of these.
         """
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str) for prompt in prompts):
-            raise ValueError(f"prompts: expected a string or a list of strings, got {prompts!r:.80}; decode bytes first")
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Iterable) else [prompts]
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError(f"prompts: expected a string or strings, found {prompts!r:.80}")
         sampling = Sampling(temperature, top_k, top_p)
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens}: give 0 or more")

@@ -78,4 +78,5 @@ def _scores(loaded: LoadedModel, made: Sequence[Sample], batch: int) -> list[flo
         )
         for sample, prompt, ids in zip(made[start:], some, texts, strict=False):
             found.append(found_share(tokenizer.continuation(prompt, ids), sample.answers))
+    loaded.release()
     return found

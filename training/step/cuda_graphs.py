@@ -62,11 +62,13 @@ class CudaGraphRecorder:
         torch.cuda.synchronize(self._stream.device)
         if self._frees_memory:
             torch.cuda.empty_cache()
+        graph = None
         try:
             graph = self._captured(run)
         except torch.cuda.OutOfMemoryError:
             if self._frees_memory:
                 raise
+        if graph is None:  # out of the handler, whose error holds what was allocated
             gc.collect()
             torch.cuda.empty_cache()
             graph = self._captured(run)
