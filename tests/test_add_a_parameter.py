@@ -86,6 +86,7 @@ def test_the_module_and_the_planner_have_it(copy):
     assert (count - without, planned) == (3 * 32, 32)
 
 
+@pytest.mark.long
 def test_the_rest_follows(copy):
     """In one process, whose start takes longer than most of these tests."""
     paths, selections = zip(*FOLLOWS.values(), strict=True)
