@@ -18,8 +18,8 @@ from baton.training.errors import RunError
 from baton.training.step.cuda_graphs import CudaGraphRecorder, GraphRecorder, Run
 
 PREFILL_TOKENS = 65536
-"""Tokens of all rows together in one forward pass over prompts, which bounds its memory. With a quarter of them a model of 130M
-parameters takes twice as long for a batch of prompts: Python launches its kernels as slowly as they run."""
+"""Tokens of all rows together in one forward pass over prompts, which bounds its memory. With fewer the kernels of small models run
+faster than Python launches them."""
 
 SCORED_TOKENS = 16384
 """The same where every token's logits are computed, which take 200 KB a token."""
@@ -93,7 +93,7 @@ def step_recorder(model: LanguageModel) -> StepRecorder | None:
     on_gpu = next(model.parameters()).device.type == "cuda"
     if not on_gpu or model.pipeline is not None or _state_grows(model):
         return None
-    # a step leaves no reference cycles; collecting garbage takes as long as a hundred steps
+    # a step leaves no reference cycles; collecting garbage takes much longer than a step
     return StepRecorder(partial(CudaGraphRecorder, frees_memory=False))
 
 

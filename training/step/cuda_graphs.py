@@ -42,8 +42,8 @@ class GraphRecorder(Protocol):
 class CudaGraphRecorder:
     """Records CUDA graphs that share one memory pool.
 
-    frees_memory: what can be freed is freed before a function is recorded, which takes a third of a second; False: only where
-    memory runs out.
+    frees_memory: what can be freed is freed before a function is recorded, which takes long beside a step of generation; False:
+    only where memory runs out.
     """
 
     def __init__(self, device: torch.device, *, frees_memory: bool = True) -> None:
