@@ -44,7 +44,7 @@ class Report:
     def __init__(self, name: str, device: str | None = None, *, keep: bool = True, folder: Path = RESULTS) -> None:
         self.name, self._keep, self._folder = name, keep, folder
         self.rows: list[dict[str, Any]] = []
-        self._provenance = {
+        self.provenance = {
             "command": shlex.join(["python", *sys.argv]),
             "commit": _commit(),
             "device": device or _processor(),
@@ -55,8 +55,8 @@ class Report:
         self._gates: dict[str, str] = {}
         self._lines: list[str] = []
         signal.signal(signal.SIGTERM, _end_all)
-        self.say(f"$ {self._provenance['command']}")
-        self.say(", ".join(f"{key} {self._provenance[key]}" for key in PROVENANCE[1:]))
+        self.say(f"$ {self.provenance['command']}")
+        self.say(", ".join(f"{key} {self.provenance[key]}" for key in PROVENANCE[1:]))
 
     def say(self, line: str) -> None:
         """Print a line, and keep it for the log."""
@@ -80,7 +80,7 @@ class Report:
         ratio = ours / peer if higher_is_better else peer / ours
         row = {"case": case, "metric": metric, "peer_name": peer_name, "ours": ours, "peer": peer, "ratio": ratio}
         kernels = kernel_version.current(kernel_version.ops_of(case))
-        self.rows.append({**row, "gate": self._gates[gate], **self._provenance, "kernels": kernels})
+        self.rows.append({**row, "gate": self._gates[gate], **self.provenance, "kernels": kernels})
         self.say(f"{case:<28} {metric:<12} ours {_short(ours):>14}   {peer_name} {_short(peer):>14}   ratio {ratio:.2f}")
         self.save()
 
