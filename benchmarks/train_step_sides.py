@@ -40,7 +40,7 @@ def first_step(config: RunConfig, mesh: meshes.Mesh) -> tuple[ModelConfig, list[
     source.fingerprint(seed=training.seed, lanes=training.lane_count)
     settings = RunSettings(config.folder, config.model, config.data, training, "")
     with open_stream(source, settings, mesh, RunProgress(0, 0, {})) as stream:
-        batches = next(batch_distribution.step_batches(stream, mesh, training)).batches
+        batches = next(batch_distribution.StepReader(stream, mesh, training)).batches
     return with_vocabulary(config.model, source.vocab_size, None), batches
 
 

@@ -37,6 +37,8 @@ DEFAULT_INCLUDE = (
 DEFAULT_IDS_INCLUDE = ("*.bin", "*.npy", "*.parquet", "*.arrow", "*.tar")
 #: Text bytes aimed at per shard: big enough for sequential reads, small enough to spread over ranks and to verify in a second.
 DEFAULT_SHARD_BYTES = 256 * MIB
+#: Processes per reading rank, at most, that `data.workers: auto` stands for; each makes about a million tokens a second.
+MOST_WORKERS = 4
 #: Share of documents held out for validation.
 DEFAULT_VALIDATION_FRACTION = 0.02
 
@@ -135,12 +137,15 @@ class ShardsConfig(Settings):
         description="Steps of batches made ahead by a background thread, and some more by workers. Two hide a slow document; more "
         "only cost memory.",
     )
-    workers: int = Field(
-        default=0,
-        ge=0,
-        description="Processes per reading rank that read and tokenize; 0: the background thread, which makes some hundred "
-        "thousand tokens a second. The tokens are the same whatever the number.",
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default="auto",
+        description="Processes per reading rank that read and tokenize; 0: a thread of the rank, which delays the launches of a "
+        "GPU's kernels. auto: half of the rank's cores, at most 4; on a CPU 0. The tokens are the same whatever the number.",
     )
+
+    def worker_count(self, cores: int) -> int:
+        """`workers`, or what auto stands for. cores: that a rank has beside a GPU; 0: it computes on them."""
+        return min(MOST_WORKERS, cores // 2) if self.workers == "auto" else self.workers
 
     @property
     def places(self) -> dict[str, str]:

@@ -83,7 +83,7 @@ class BatchStream(StepStream[Cursor]):
         self._documents = DocReader(corpus, datasets, tokenizer)
         if workers:
             fill = Workers(workers, corpus, datasets, tokenizer, plan, begin, start)
-            super().__init__(plan, begin, fill, fill.close, fill.room)
+            super().__init__(plan, begin, fill, fill.close, fill.room, fill.made)
         else:
             super().__init__(plan, begin, LaneReader(self._documents, begin))
 
@@ -172,8 +172,8 @@ class ShardSource:
                 begun = max(orders[number].epoch(lane, cursor.units_of(number)) for lane, cursor in cursors.items())
                 self._growth[name] += ((begun + 1, have),)
 
-    def stream(self, plan: StepPlan, *, seed: int, cursors: Mapping[int, Any] | None) -> BatchStream:
-        """This rank's steps. cursors: see `BatchStream`. Raises DataError."""
+    def stream(self, plan: StepPlan, *, seed: int, cursors: Mapping[int, Any] | None, cores: int = 0) -> BatchStream:
+        """This rank's steps. cursors: see `BatchStream`. cores: see `ShardsConfig.worker_count`. Raises DataError."""
         return BatchStream(
             self.datasets if self.config.sources else self.datasets[""],
             self.tokenizer,
@@ -184,7 +184,7 @@ class ShardSource:
             unit_bytes=self.config.unit_bytes,
             mixture=self.config.schedule,
             growth=self._growth,
-            workers=self.config.workers,
+            workers=self.config.worker_count(cores),
         )
 
     def _corpus(self, seed: int, lanes: int) -> CorpusSpec:
@@ -253,8 +253,8 @@ class TaskSource:
     def adopt(self, state: Mapping[str, Any], cursors: Mapping[int, Any], *, seed: int, lanes: int) -> None:
         """Continue from a checkpoint: nothing to do."""
 
-    def stream(self, plan: StepPlan, *, seed: int, cursors: Mapping[int, Any] | None) -> SyntheticStream:
-        """This rank's steps. cursors: see `SyntheticStream`. Raises DataError."""
+    def stream(self, plan: StepPlan, *, seed: int, cursors: Mapping[int, Any] | None, cores: int = 0) -> SyntheticStream:
+        """This rank's steps. cursors: see `SyntheticStream`. cores: not used. Raises DataError."""
         return SyntheticStream(self.config, plan, seed=seed, cursors=cursors)
 
 

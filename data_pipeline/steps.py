@@ -179,6 +179,7 @@ class StepStream(Generic[C]):
         stop: ends `fill` for good, also while it waits.
         room: for a `fill` that works ahead by itself, returns the batches it fills. None: the plan's empty batches, filled by a
             background thread.
+        made: with `room`, whether the next step's batches are filled.
 
     Attributes:
         cursors: of this rank's lanes, after the last step yielded.
@@ -191,6 +192,7 @@ class StepStream(Generic[C]):
         fill: FillRows[C],
         stop: Callable[[], None] = lambda: None,
         room: Callable[[int], list[NumpyBatch]] | None = None,
+        made: Callable[[], bool] = lambda: False,
     ) -> None:
         self.cursors = cursors
         give = room or plan.batches
@@ -202,7 +204,7 @@ class StepStream(Generic[C]):
                 yield StepData(step, batches, fill(step, batches))
                 step += 1
 
-        self._steps = _Prefetched(steps(), plan.prefetch, stop) if room is None else _Direct(steps(), stop)
+        self._steps = _Prefetched(steps(), plan.prefetch, stop) if room is None else _Direct(steps(), stop, made)
         # the thread holds no reference to this object, so dropping it without close() stops the thread too
         self._stop = weakref.finalize(self, self._steps.close)
 
@@ -213,6 +215,10 @@ class StepStream(Generic[C]):
         data = self._steps.get()
         self.cursors = data.cursors
         return data
+
+    def is_ready(self) -> bool:
+        """Whether `next` returns, or raises, without waiting."""
+        return self._steps.is_ready()
 
     def documents_between(self, lane: int, before: C | None, after: C, step: int) -> list[DocumentRef]:
         """Documents of which a lane of this rank gave tokens between two cursors of a step, in order; [] if the stream has no
@@ -236,8 +242,8 @@ _CLOSED = "the data stream is closed; make a new one"
 class _Direct:
     """Reads an endless iterator. `get` raises the iterator's exception, also in later calls."""
 
-    def __init__(self, items: Iterator[StepData], stop: Callable[[], None]) -> None:
-        self._items, self._stop = items, stop
+    def __init__(self, items: Iterator[StepData], stop: Callable[[], None], made: Callable[[], bool]) -> None:
+        self._items, self._stop, self._made = items, stop, made
         self._closing = False
         self._failure: BaseException | None = None
 
@@ -253,6 +259,9 @@ class _Direct:
             if self._closing:  # closed by another thread while this one waited
                 raise DataError(_CLOSED) from None
             raise
+
+    def is_ready(self) -> bool:
+        return self._closing or self._failure is not None or self._made()
 
     def close(self) -> None:
         self._closing = True
@@ -300,6 +309,9 @@ class _Prefetched:
                 return item
             self._failure = item
         raise self._failure
+
+    def is_ready(self) -> bool:
+        return self._closing.is_set() or self._failure is not None or not self._queue.empty()
 
     def close(self) -> None:
         self._closing.set()

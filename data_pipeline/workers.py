@@ -14,6 +14,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import select
 import signal
 import struct
 import threading
@@ -22,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import reduction
-from socket import socket, socketpair
+from socket import MSG_PEEK, socket, socketpair
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,7 @@ class Workers:
             if start is None:
                 theirs.close()  # while a copy is open here, the worker's death would go unnoticed
         self._written = [plan.start_step] * len(self._workers)  # each has written the steps before this one
+        self._next = plan.start_step
         self._unread = [b""] * len(self._workers)
         self._give()
 
@@ -203,7 +205,9 @@ class Workers:
 
     def __call__(self, step: int, batches: Sequence[NumpyBatch]) -> dict[int, Cursor]:
         for number in range(len(self._workers)):
-            self._wait(number, step)
+            while self._written[number] <= step:
+                self._hear(number)
+        self._next = step + 1
         rows, sequence_length = batches[0].tokens.shape
         before = [self._cursors[lane] for lane in self._lanes]
         after = self._blocks.cursors(self._taken, (len(self._lanes), sequence_length), before)
@@ -229,20 +233,42 @@ class Workers:
                 if error.errno not in _GONE:
                     raise  # else the worker has ended: `_wait` raises its error
 
-    def _wait(self, number: int, step: int) -> None:
-        """Wait until a worker has written its rows of a step."""
-        while self._written[number] <= step:
-            try:
-                heard = self._connections[number].recv(1 << 16)
-            except OSError as error:
-                if error.errno not in _GONE:
-                    raise
-                heard = b""
-            if not heard:
-                raise self._failure(number)
-            written, failed, failure = (self._unread[number] + heard).partition(_FAILED)
-            self._written[number] += len(written)
-            self._unread[number] = failed + failure
+    def made(self) -> bool:
+        """Whether the next call does not wait."""
+        return all(self._has_written(number) for number in range(len(self._workers)))
+
+    def _has_written(self, number: int) -> bool:
+        """Whether a worker has written its rows of the next step, or has ended."""
+        while self._written[number] <= self._next:
+            if not select.select([self._connections[number]], [], [], 0)[0]:
+                return False
+            if self._has_ended(number):
+                return True
+            self._hear(number)
+        return True
+
+    def _has_ended(self, number: int) -> bool:
+        """Whether a worker whose connection can be read has said all that it will say."""
+        try:
+            return not self._connections[number].recv(1, MSG_PEEK)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            return True
+
+    def _hear(self, number: int) -> None:
+        """Wait for the next message of a worker."""
+        try:
+            heard = self._connections[number].recv(1 << 16)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            heard = b""
+        if not heard:
+            raise self._failure(number)
+        written, failed, failure = (self._unread[number] + heard).partition(_FAILED)
+        self._written[number] += len(written)
+        self._unread[number] = failed + failure
 
     def _failure(self, number: int) -> Exception:
         """The error of a worker that has ended."""

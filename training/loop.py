@@ -53,7 +53,7 @@ def _train_steps(run: Run) -> bool:
     ledger, beats = run.clocks.ledger, run.clocks.heartbeat
     update_norm_every = training.monitoring.update_norm_every
     with open_stream(run.source, run.settings, run.mesh, progress) as stream:
-        batches = batch_distribution.step_batches(stream, run.mesh, training, progress.step)
+        batches = batch_distribution.StepReader(stream, run.mesh, training, progress.step)
         new_shapes = {progress.step, *(first for first, _ in training.phases)}
         ledger.charge("start-up")
         while progress.step < training.steps and not progress.stop_requested:
@@ -66,7 +66,9 @@ def _train_steps(run: Run) -> bool:
             comm_timing.take_wait_seconds()
             executor.schedule = data.schedule
             executor.compute_update_norm = bool(update_norm_every) and (progress.step + 1) % update_norm_every == 0
-            result = executor.step(data.batches, learning_rates(progress.step, training), data.checksum)
+            more = progress.step + 1 < training.steps
+            rates = learning_rates(progress.step, training)
+            result = executor.step(data.batches, rates, data.checksum, batches.prepare if more else None)
             bad = result.anomaly is not None
             if bad and run.recovery.respond(result, progress.step, progress.cursors, data, stream) == "rollback":
                 ledger.charge("compute")

@@ -1,5 +1,6 @@
 """Everything that a run drives, made in order: data, model and optimizer, checkpoint, kernels, records, callbacks."""
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import torch
 
 from baton.data_pipeline.run_source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.steps import StepStream
+from baton.kernels.compile.pool import usable_cores
 from baton.models.mixer import Mixer
 from baton.parallel.mesh import Mesh
 from baton.training.bptt.lane_states import LaneStates
@@ -198,7 +200,8 @@ def open_stream(
         return nullcontext()
     training = settings.training
     plan = batch_distribution.step_plan(training, mesh, progress.step, settings.data.prefetch)
-    return source.stream(plan, seed=training.seed, cursors=progress.cursors or None)
+    cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if mesh.device.type == "cuda" else 0
+    return source.stream(plan, seed=training.seed, cursors=progress.cursors or None, cores=cores)
 
 
 def record_changes(settings: RunSettings, step: int, mesh: Mesh) -> None:

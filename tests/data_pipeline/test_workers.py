@@ -194,6 +194,35 @@ def test_a_stream_closed_while_its_rows_are_waited_for_says_so(tokens, tokenizer
         closer.join()
 
 
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_what_is_ready_is_given_at_once(workers, tokens, tokenizer, clean):
+    """`is_ready` becomes true for every step, also where shapes change, and for the error of a worker that is killed."""
+
+    def wait_until_ready(stream):
+        deadline = time.monotonic() + DEADLINE_S
+        while not stream.is_ready():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    with open_stream(tokens, tokenizer, 0) as plain, open_stream(tokens, tokenizer, workers) as stream:
+        for expected in islice(plain, 24):
+            wait_until_ready(stream)
+            assert_equal(copied(next(stream)), copied(expected))
+        if workers:
+            for worker in stream._steps._stop.__self__._workers:
+                os.kill(worker.pid, signal.SIGKILL)
+            with contextlib.suppress(DataError):
+                for _ in range(20):  # those that were written before
+                    wait_until_ready(stream)
+                    next(stream)
+            assert stream.is_ready()
+            with pytest.raises(DataError, match="ended by itself"):
+                next(stream)
+    assert stream.is_ready()
+    with pytest.raises(DataError, match="closed"):
+        next(stream)
+
+
 KILLED = """
 import json, sys, time
 from baton.data_pipeline.dataset import Dataset

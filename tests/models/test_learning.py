@@ -52,7 +52,7 @@ def learn(mesh, pattern, mixers, task, *, steps, enough=0.99, seed=0):
     plan = StepPlan.constant(**one_rank, lanes=ROWS, lanes_per_step=ROWS, start_step=0, prefetch=2)
     accuracy = 0.0
     with SyntheticStream(task, plan, seed=seed) as stream:
-        for step, data in zip(range(steps), batch_distribution.step_batches(stream, mesh, training)):
+        for step, data in zip(range(steps), batch_distribution.StepReader(stream, mesh, training)):
             executor.step(data.batches, learning_rate(step, training))
             if (step + 1) % LOOK_EVERY == 0 or step + 1 == steps:
                 accuracy = evaluate_task(train_state.model, batches, held_out.labels, mesh).accuracy

@@ -1,17 +1,16 @@
 """Distributes batches: one rank reads for all ranks that work on the same sequences, and each takes its span of them."""
 
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from baton.data_pipeline.packing import Batch, NumpyBatch
-from baton.data_pipeline.steps import PhaseSpec, StepPlan, StepStream
+from baton.data_pipeline.steps import PhaseSpec, StepData, StepPlan, StepStream
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import StepSchedule
 from baton.training.checkpoint.digest import rows_digest
@@ -52,25 +51,78 @@ def step_plan(training: TrainingConfig, mesh: Mesh, start_step: int, prefetch: i
     )
 
 
-def step_batches(
-    stream: StepStream[Any] | None, mesh: Mesh, training: TrainingConfig, start_step: int = 0
-) -> Iterator[StepBatches]:
-    """Endless steps from start_step on. stream: on a reading rank; None on the others."""
-    source = iter(stream) if stream is not None else None
-    for step in itertools.count(start_step):
-        at = training.at(step)
-        shape, micro_batches = (
-            (at.micro_batch_size, at.sequence_length),
-            at.sequences_per_step // (mesh.layout.data * at.micro_batch_size),
-        )
+class StepReader:
+    """Endless steps, as this rank gets them; an iterator.
+
+    Args:
+        stream: on a reading rank; None on the others.
+        start_step: number of the first step.
+    """
+
+    def __init__(self, stream: StepStream[Any] | None, mesh: Mesh, training: TrainingConfig, start_step: int = 0) -> None:
+        self._stream, self._mesh, self._training, self._step = stream, mesh, training, start_step
+        self._read: _Read | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> StepBatches:
+        """Waits for the data. Raises the stream's errors."""
+        read, self._read = self._read, None
         began = time.perf_counter()
-        data = next(source) if source is not None else None
+        if read is None and self._stream is not None:
+            read = _Read.of(next(self._stream), self._mesh)
         wait_s = time.perf_counter() - began
-        arrays = data.micro_batches if data is not None else [None] * micro_batches
-        batches = [distribute(a, mesh, shape, at.segments) for a in arrays]
+        at = self._training.at(self._step)
+        self._step += 1
+        shape = at.micro_batch_size, at.sequence_length
+        micro_batches = at.sequences_per_step // (self._mesh.layout.data * at.micro_batch_size)
+        packed = [None] * micro_batches if read is None else read.packed
+        batches = [_share(rows, self._mesh, shape, at.segments) for rows in packed]
         schedule = StepSchedule(at.segments, at.gradient_segments)
-        cursors, reader_batches = ({}, None) if data is None else (dict(data.cursors), data.micro_batches)
-        yield StepBatches(batches, schedule, cursors, reader_batches, wait_s, batch_checksum(reader_batches or []))
+        if read is None:
+            return StepBatches(batches, schedule, {})
+        return StepBatches(batches, schedule, dict(read.data.cursors), read.data.micro_batches, wait_s, read.checksum)
+
+    def prepare(self) -> None:
+        """Read the next step if its rows are made, so that `next` has little left to do: for a time when the host would wait for
+        a GPU. An error of the stream is raised by `next`."""
+        if self._read is not None or self._stream is None or not self._stream.is_ready():
+            return
+        try:
+            data = next(self._stream)
+        except Exception:  # a stream that has failed raises the same error each time
+            return
+        self._read = _Read.of(data, self._mesh)
+
+
+@dataclass(frozen=True)
+class _PackedRows:
+    """A batch on its way to the ranks that share its rows. flat: tokens, labels, positions and lanes, int64 [3 rows T + rows], on
+    the reading rank's device."""
+
+    flat: torch.Tensor
+    lanes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Read:
+    data: StepData
+    packed: list[_PackedRows]
+    checksum: int
+
+    @classmethod
+    def of(cls, data: StepData, mesh: Mesh) -> Self:
+        return cls(data, [_pack(batch, mesh.device) for batch in data.micro_batches], batch_checksum(data.micro_batches))
+
+
+def _pack(batch: NumpyBatch, device: torch.device) -> _PackedRows:
+    lanes = batch.lanes or (-1,) * len(batch.tokens)
+    arrays = (batch.tokens, batch.labels, batch.pos, np.array(lanes))
+    whole = torch.from_numpy(np.concatenate([x.ravel().astype(np.int64, copy=False) for x in arrays]))
+    # from page-locked memory the copy does not stop the host
+    flat = whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole
+    return _PackedRows(flat, lanes)
 
 
 def batch_checksum(batches: Sequence[NumpyBatch]) -> int:
@@ -96,20 +148,19 @@ def distribute(batch: NumpyBatch | None, mesh: Mesh, shape: tuple[int, int], seg
 
     batch: None on ranks that do not read. shape: (rows, tokens) of the whole batch.
     """
+    return _share(None if batch is None else _pack(batch, mesh.device), mesh, shape, segments)
+
+
+def _share(packed: _PackedRows | None, mesh: Mesh, shape: tuple[int, int], segments: int) -> Batch[torch.Tensor]:
     rows, sequence_length = shape
-    lanes: tuple[int, ...] | None = None
-    if batch is not None:
-        lanes = batch.lanes or (-1,) * rows
-        packed = np.concatenate([x.ravel().astype(np.int64) for x in (batch.tokens, batch.labels, batch.pos, np.array(lanes))])
-        whole = torch.from_numpy(packed)
-        # from page-locked memory the copy does not stop the host
-        flat = whole.pin_memory().to(mesh.device, non_blocking=True) if mesh.device.type == "cuda" else whole
+    if packed is not None:
+        flat = packed.flat
     else:
         flat = torch.empty(3 * rows * sequence_length + rows, dtype=torch.int64, device=mesh.device)
     if dist.get_world_size(mesh.lane_group) > 1:
         dist.broadcast(flat, src=dist.get_global_rank(mesh.lane_group, 0), group=mesh.lane_group)
     spans = flat[: 3 * rows * sequence_length].view(3, rows, segments, mesh.layout.context, -1)[:, :, :, mesh.context_rank]
     tokens, labels, pos = spans.reshape(3, rows, -1)
-    if lanes is None:  # reading them back from a GPU waits for it; who has read the batch knows them
-        lanes = tuple(flat[3 * rows * sequence_length :].tolist())
+    # reading lanes back from a GPU waits for it; who has read the batch knows them
+    lanes = tuple(flat[3 * rows * sequence_length :].tolist()) if packed is None else packed.lanes
     return Batch(tokens, labels, pos.to(torch.int32), lanes)

@@ -7,7 +7,7 @@ divided anywhere.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -97,7 +97,13 @@ class StepExecutor:
         if self._cuda_graphs is not None:
             self._cuda_graphs.release()
 
-    def step(self, batches: Sequence[Batch[Tensor]], lr: float | Mapping[str, float], checksum: int = 0) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch[Tensor]],
+        lr: float | Mapping[str, float],
+        checksum: int = 0,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Make one update from this data rank's micro-batches, unless the step is anomalous (see StepResult).
 
         After a step without an update, parameters, moments and lanes' States are as before; but lanes whose new States are
@@ -107,6 +113,7 @@ class StepExecutor:
             batches: the same on every pipeline stage.
             lr: one learning rate, or one for each of the optimizer's lr_overrides ("" for all other parameters).
             checksum: StepBatches.checksum; it is summed in the same all-reduce as the number of labels.
+            meanwhile: called when the passes are launched, before the host waits for what they have computed.
         """
         sums = torch.stack([b.count_labels() for b in batches]).sum().repeat(2)
         sums[1] = checksum
@@ -116,6 +123,8 @@ class StepExecutor:
         if self.lanes is not None:
             self.lanes.begin_step()
         total, differing = self._forward_backward(batches, scale)
+        if meanwhile is not None:
+            meanwhile()
         finite, loss = self._all_ranks_finite(total), float(total)
         self._check_recomputed_states(differing)
         why = None if self.anomaly_detector is None or not finite else self.anomaly_detector.check_loss(loss)
