@@ -340,8 +340,8 @@ FAULTS = (
         "schedule",
         "each step is made with the learning rate of the step before",
         "training/loop.py",
-        "learning_rates(progress.step, training), data.checksum",
-        "learning_rates(max(0, progress.step - 1), training), data.checksum",
+        "rates = learning_rates(progress.step, training)",
+        "rates = learning_rates(max(0, progress.step - 1), training)",
         (
             "tests/training/test_equivalence.py -k by_hand",
             "tests/launcher/test_fork.py -k grow or branches",
