@@ -8,10 +8,12 @@ makes docs/shoot-out.md and its pictures of all records.
 
     python benchmarks/shoot_out_text.py TEXT
     python benchmarks/shoot_out.py --text TEXT --folder FOLDER --only mamba,transformer [--tiny]
+    python benchmarks/shoot_out.py --text TEXT --folder FOLDER --speed [--only mamba]
     python benchmarks/shoot_out.py --sizes
     python benchmarks/shoot_out_page.py
 
---tiny: two layers of 256 channels and 12 steps, also on a CPU, to see that the program runs; the records go to FOLDER.
+--speed repeats the sweep of families that have a record, and measures their speed anew. --tiny: two layers of 256 channels and 12
+steps, also on a CPU, to see that the program runs; the records go to FOLDER.
 """
 
 import argparse
@@ -22,7 +24,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -134,7 +135,8 @@ def values_of(name: str, folder: Path, model: dict[str, Any], size: Size, steps:
             "micro_batch_size": size.batch // size.length,
             "log_every": every,
             "optimizer": {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1},
-            "schedule": {"kind": "cosine", "warmup_steps": steps // 20, "final_lr": rate / 10},
+            # steps at a rate that is reached too early diverge, also in a short run
+            "schedule": {"kind": "cosine", "warmup_steps": max(steps // 20, min(steps // 2, 30)), "final_lr": rate / 10},
             "checkpoint": {"every": steps, "keep_last": 1},
             "evaluation": {"every": every if steps == size.steps else steps, "tokens": size.evaluated, "sample_tokens": 0},
         },
@@ -153,7 +155,8 @@ def baton(*words: str, log: Path) -> int:
 class ShootOut:
     """Runs in a folder, with the prepared text."""
 
-    def __init__(self, folder: Path, text: Path, tiny: bool) -> None:
+    def __init__(self, folder: Path, text: Path, tiny: bool, report: Report) -> None:
+        self.report = report
         self.folder, self.tiny, self.size = folder.absolute(), tiny, TINY if tiny else FULL
         folder.mkdir(parents=True, exist_ok=True)
         self.data = self.folder / "data"
@@ -193,24 +196,22 @@ class ShootOut:
 
     def family(self, name: str) -> dict[str, Any]:
         """A family's record."""
-        with ThreadPoolExecutor(len(RATES)) as pool:
-            runs = [pool.submit(self.train, f"{name}-sweep-{rate:g}", name, self.size.sweep, rate) for rate in RATES]
-            found = {rate: run.result() for rate, run in zip(RATES, runs, strict=True)}
-        sweep = {rate: last_loss(rows) for rate, rows in found.items()}
-        rate = min(sweep, key=lambda rate: sweep[rate])
-        if not math.isfinite(sweep[rate]):
-            raise SystemExit(f"{name}: every run of the sweep failed; see {self.log}")
-        rows = self.train(name, name, self.size.steps, rate)
+        found = self.sweep(name)
+        rows = self.train(name, name, self.size.steps, found["rate"])
         if not rows:
             raise SystemExit(f"{name}: the run failed; see {self.log}")
-        record = {
-            "family": name,
-            "parameters": parameters(model_of(name, self.tiny)),
-            "model": model_of(name, self.tiny),
-            "sweep": {f"{rate:g}": loss for rate, loss in sweep.items()},
-            "rate": rate,
-        }
-        return record | curve_of(rows) | self._measured(name)
+        record = {"family": name, "parameters": parameters(model_of(name, self.tiny)), "model": model_of(name, self.tiny)}
+        return record | found | {"curve": curve_of(rows)} | self._measured(name)
+
+    def sweep(self, name: str) -> dict[str, Any]:
+        """Losses of short runs, the better rate, and the speed of its run."""
+        runs = {rate: self.train(f"{name}-{rate:g}", name, self.size.sweep, rate) for rate in RATES}
+        losses = {rate: last_loss(rows) for rate, rows in runs.items()}
+        rate = min(losses, key=lambda rate: losses[rate])
+        if not math.isfinite(losses[rate]):
+            raise SystemExit(f"{name}: every run of the sweep failed; see {self.log}")
+        speed = speed_of(runs[rate]) | self.report.provenance
+        return {"rate": rate, "sweep": {f"{rate:g}": loss for rate, loss in losses.items()}, "speed": speed}
 
     def _measured(self, name: str) -> dict[str, Any]:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -240,26 +241,19 @@ def last_loss(rows: Sequence[dict[str, Any]]) -> float:
     return next((row["loss"] for row in reversed(rows) if row["kind"] == "evaluation"), math.inf)
 
 
-def curve_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Held-out loss by tokens and by the seconds of steps: the first step, which compiles, counts as a usual one, and what is not a
-    step (evaluation, the checkpoint) does not count."""
+def curve_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Held-out loss by tokens."""
+    kept = ("tokens", "loss", "bits_per_byte")
+    return [{key: row[key] for key in kept} for row in rows if row["kind"] == "evaluation"]
+
+
+def speed_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens per second of a step as most are; what is not a step, as compiling and evaluation, does not count."""
     steps = [row for row in rows if row["kind"] == "train"]
-    seconds = [sum(row["seconds"].values()) for row in steps]
-    seconds[0] = statistics.median(seconds)
-    at = {row["step"]: sum(seconds[: n + 1]) for n, row in enumerate(steps)}
-    curve = [
-        {
-            "tokens": row["tokens"],
-            "seconds": round(at[row["step"]], 2),
-            "loss": row["loss"],
-            "bits_per_byte": row.get("bits_per_byte"),
-        }
-        for row in rows
-        if row["kind"] == "evaluation"
-    ]
+    parts = {part: statistics.median(row["seconds"][part] for row in steps) for part in steps[0]["seconds"]}
     return {
-        "curve": curve,
-        "tokens_per_s": steps[-1]["tokens"] / sum(seconds),
+        "tokens_per_s": steps[0]["step_tokens"] / statistics.median(sum(row["seconds"].values()) for row in steps),
+        "step_parts_s": parts,
         "peak_gib": max(row["memory_bytes"] for row in steps) / 2**30,
     }
 
@@ -319,6 +313,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="what shoot_out_text.py wrote")
     parser.add_argument("--folder", type=Path, help="of data and runs")
     parser.add_argument("--only", default=",".join(FAMILIES), help=f"of {', '.join(FAMILIES)}")
+    parser.add_argument("--speed", action="store_true", help="repeat only the sweep, and measure the speed of training anew")
     parser.add_argument("--sizes", action="store_true", help="only show the models' sizes")
     parser.add_argument("--tiny", action="store_true", help="try the program on sizes that mean nothing")
     arguments = parser.parse_args()
@@ -333,14 +328,26 @@ def main() -> None:
     report.gate(
         "sizes", all(abs(n / PARAMETERS - 1) <= WITHIN for n in sizes.values()), f"parameters of {sizes} within 2 % of 130M"
     )
-    shoot_out = ShootOut(arguments.folder, arguments.text, arguments.tiny)
+    shoot_out = ShootOut(arguments.folder, arguments.text, arguments.tiny, report)
     out = shoot_out.folder / "records" if arguments.tiny else RECORDS
     out.mkdir(exist_ok=True)
+    text = json.loads((arguments.text / "text.json").read_text())
     for name in families:
-        record = report.provenance | shoot_out.family(name) | {"text": json.loads((arguments.text / "text.json").read_text())}
-        (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        last = record["curve"][-1]
-        report.say(f"{name}: loss {last['loss']:.4f}, {record['tokens_per_s']:,.0f} tokens/s, recall {record['recall']:.3f}")
+        file = out / f"{name}.json"
+        if arguments.speed:
+            record = json.loads(file.read_text())
+            found = shoot_out.sweep(name)
+            if found["rate"] != record["rate"]:
+                raise SystemExit(
+                    f"{name}: {found['sweep']} asks for another rate than the record's {record['rate']}; train it again"
+                )
+            record |= found
+        else:
+            record = report.provenance | shoot_out.family(name) | {"text": text}
+        file.write_text(json.dumps(record, indent=1) + "\n")
+        speed = record["speed"]
+        report.say(f"{name}: loss {record['curve'][-1]['loss']:.4f}, recall {record['recall']:.3f}, sweep {record['sweep']}")
+        report.say(f"{name}: {speed['tokens_per_s']:,.0f} tokens/s, parts of a step {speed['step_parts_s']}")
 
 
 if __name__ == "__main__":
