@@ -66,6 +66,13 @@ def adamw_step(
         _adamw_step(parameters, exp_avg, exp_avg_sq, grads, starts, settings.scalars())
 
 
+def launch_forms(device: torch.device) -> None:
+    """Launch each form of the kernel on a single element, for compiling it ahead of a run."""
+    parameters, exp_avg, exp_avg_sq, grad = torch.zeros(4, 1, device=device)
+    for start in (0, 1):  # aligned, or not
+        adamw_step_triton(parameters, exp_avg, exp_avg_sq, [grad], [start], AdamWStep(1e-3, (0.9, 0.999), 1e-8, 0.0, 1).scalars())
+
+
 @torch.no_grad()
 def _adamw_step(
     parameters: Tensor,

@@ -113,8 +113,9 @@ def test_kernels_are_compiled_once_for_each_kind_of_call(programs, run_file):
         "cross_entropy_gradient_kernel",
         "embedding_sum_runs_kernel",
         "embedding_sum_borders_kernel",
+        "adamw_kernel",
     }
-    assert binaries == of_others | of_attention, "norm, gate, loss and embedding"
+    assert binaries == of_others | of_attention, "norm, gate, loss, embedding and update"
     # a rank's share of the gate has another width; norms and loss are the same
     split, new, there = compiled(programs, run_file, *HOPPER, "layout.tensor=2")
     assert 0 < new < split, "what the process has compiled is found"

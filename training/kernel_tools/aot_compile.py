@@ -11,6 +11,7 @@ from typing import get_args
 import torch
 
 from baton.data_pipeline.packing import Batch
+from baton.kernels import adamw
 from baton.kernels.common.kernel_check import launch
 from baton.kernels.compile.aot import META, Compiled, Target, compiling
 from baton.kernels.protocol import Recurrence
@@ -65,6 +66,7 @@ def compile_run_kernels(
                     _step(rank_model, at, layout.context, lanes, recorded)
             for recurrence in sorted(recorded, key=str):
                 launch(recurrence, META, DTYPES[training.compute_dtype_on(META.type)])
+            adamw.launch_forms(META)
         finally:
             meshes.shutdown()
     return compiled
