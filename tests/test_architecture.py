@@ -380,7 +380,7 @@ OTHER_FILES = {
     "eidetic_attention": {"launch_config", "topk_memory"},
     "gated_linear_attention": {"chunk_math", "launch_args"},
     "lattice": {"chunk_kernel_utils", "qr_chunk", "register_tiles", "sequential", "step_loop", "variant"},
-    "mamba3": {"rotation", "transitions"},
+    "mamba3": {"arguments", "rotation", "transitions"},
     "mamba3_mimo": {"ranks"},
     "selective_scan": {"selective_scan_interface"},
 }

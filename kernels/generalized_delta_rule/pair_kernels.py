@@ -1,5 +1,5 @@
-"""A token of the generalized delta rule as two of the channel delta rule, and their gradients as one's, in Triton: one pass over
-memory each. See `chunk_launch` for what the two are.
+"""A token of the generalized delta rule as two of the channel delta rule, and all gradients of a chunk of such tokens, in Triton.
+See `chunk_launch` for what the two are.
 
 Shape suffixes: T time, H heads, X d_key, Y d_value; rows are tokens and heads.
 """

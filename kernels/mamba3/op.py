@@ -2,14 +2,7 @@
 
 from torch import Tensor
 
-from baton.kernels.errors import (
-    KernelError,
-    expect_dtype,
-    expect_one_precision,
-    expect_positions,
-    expect_state_keys,
-    expect_tensor,
-)
+from baton.kernels.mamba3.arguments import expect_arguments
 from baton.kernels.mamba3.torch_impl import mamba3_torch
 from baton.kernels.protocol import State
 
@@ -58,34 +51,6 @@ def mamba3(
         KernelError: an argument of another shape, dtype or device than stated, by name; a State with other
             keys; T = 0.
     """
-    if not isinstance(x, Tensor):
-        raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (batch, T, heads, head_dim)")
-    device = x.device
-    expect_tensor(_KERNEL, "x", x, ("batch", "T", "heads", "head_dim"), (-1, -1, -1, -1), device)
-    batch, length, heads, head_dim = x.shape
-    expect_tensor(_KERNEL, "B", B, ("batch", "T", "groups", "d_state"), (batch, length, -1, -1), device)
-    groups, d_state = B.shape[2:]
-    if heads % groups:
-        raise KernelError(f"{_KERNEL}: B has {groups} groups, expected a divisor of the {heads} heads of x")
-    expect_tensor(_KERNEL, "C", C, ("batch", "T", "groups", "d_state"), tuple(B.shape), device)
-    for name, tensor in (("dt", dt), ("g", g), ("lam", lam)):
-        expect_tensor(_KERNEL, name, tensor, ("batch", "T", "heads"), (batch, length, heads), device)
-    expect_tensor(_KERNEL, "theta", theta, ("batch", "T", "pairs"), (batch, length, -1), device)
-    if not 0 < 2 * theta.shape[2] <= d_state:
-        raise KernelError(f"{_KERNEL}: theta has {theta.shape[2]} pairs, expected 1 to {d_state // 2} of {d_state} states")
-    for name, tensor in (("B_bias", B_bias), ("C_bias", C_bias)):
-        expect_tensor(_KERNEL, name, tensor, ("heads", "d_state"), (heads, d_state), device)
-    expect_tensor(_KERNEL, "D", D, ("heads",), (heads,), device)
-    tensors = {"x": x, "B": B, "C": C, "dt": dt, "g": g, "lam": lam, "theta": theta, "B_bias": B_bias, "C_bias": C_bias, "D": D}
-    dtype = expect_one_precision(_KERNEL, **tensors)
-    if pos is not None:
-        expect_positions(_KERNEL, pos, batch, length, device)
-    if initial_state is not None:
-        expect_state_keys(_KERNEL, "initial_state", initial_state, ("h", "k", "x"))
-        sizes = {"h": (d_state, head_dim), "k": (d_state,), "x": (head_dim,)}
-        axes = {"h": ("d_state", "head_dim"), "k": ("d_state",), "x": ("head_dim",)}
-        for name, tensor in initial_state.items():
-            name_of = f"initial_state {name}"
-            expect_tensor(_KERNEL, name_of, tensor, ("batch", "heads", *axes[name]), (batch, heads, *sizes[name]), device)
-            expect_dtype(_KERNEL, name_of, tensor, (dtype,))
+    inputs = {"x": x, "B": B, "C": C, "dt": dt, "g": g, "lam": lam, "theta": theta, "B_bias": B_bias, "C_bias": C_bias, "D": D}
+    expect_arguments(_KERNEL, inputs, pos, initial_state)
     return mamba3_torch(x, B, C, dt, g, lam, theta, B_bias, C_bias, D, pos=pos, initial_state=initial_state)

@@ -2,14 +2,7 @@
 
 from torch import Tensor
 
-from baton.kernels.errors import (
-    KernelError,
-    expect_dtype,
-    expect_one_precision,
-    expect_positions,
-    expect_state_keys,
-    expect_tensor,
-)
+from baton.kernels.mamba3.arguments import expect_arguments
 from baton.kernels.mamba3_mimo.torch_impl import mamba3_mimo_torch
 from baton.kernels.protocol import State
 
@@ -60,36 +53,6 @@ def mamba3_mimo(
         KernelError: an argument of another shape, dtype or device than stated, by name; a State with other
             keys; T = 0.
     """
-    if not isinstance(x, Tensor):
-        raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (batch, T, heads, head_dim)")
-    device = x.device
-    expect_tensor(_KERNEL, "x", x, ("batch", "T", "heads", "head_dim"), (-1, -1, -1, -1), device)
-    batch, length, heads, head_dim = x.shape
-    axes = ("batch", "T", "groups", "rank", "d_state")
-    expect_tensor(_KERNEL, "B", B, axes, (batch, length, -1, -1, -1), device)
-    groups, rank, d_state = B.shape[2:]
-    if heads % groups:
-        raise KernelError(f"{_KERNEL}: B has {groups} groups, expected a divisor of the {heads} heads of x")
-    expect_tensor(_KERNEL, "C", C, axes, tuple(B.shape), device)
-    for name, tensor in (("dt", dt), ("g", g), ("lam", lam)):
-        expect_tensor(_KERNEL, name, tensor, ("batch", "T", "heads"), (batch, length, heads), device)
-    expect_tensor(_KERNEL, "theta", theta, ("batch", "T", "pairs"), (batch, length, -1), device)
-    if not 0 < 2 * theta.shape[2] <= d_state:
-        raise KernelError(f"{_KERNEL}: theta has {theta.shape[2]} pairs, expected 1 to {d_state // 2} of {d_state} states")
-    for name, tensor in (("B_bias", B_bias), ("C_bias", C_bias)):
-        expect_tensor(_KERNEL, name, tensor, ("heads", "rank", "d_state"), (heads, rank, d_state), device)
-    expect_tensor(_KERNEL, "D", D, ("heads",), (heads,), device)
-    expect_tensor(_KERNEL, "mimo_x", mimo_x, ("heads", "rank", "head_dim"), (heads, rank, head_dim), device)
-    tensors = {"x": x, "B": B, "C": C, "dt": dt, "g": g, "lam": lam, "theta": theta, "B_bias": B_bias, "C_bias": C_bias, "D": D}
-    dtype = expect_one_precision(_KERNEL, **tensors, mimo_x=mimo_x)
-    if pos is not None:
-        expect_positions(_KERNEL, pos, batch, length, device)
-    if initial_state is not None:
-        expect_state_keys(_KERNEL, "initial_state", initial_state, ("h", "k", "x"))
-        sizes = {"h": (d_state, head_dim), "k": (rank, d_state), "x": (rank, head_dim)}
-        axes_of = {"h": ("d_state", "head_dim"), "k": ("rank", "d_state"), "x": ("rank", "head_dim")}
-        for name, tensor in initial_state.items():
-            name_of = f"initial_state {name}"
-            expect_tensor(_KERNEL, name_of, tensor, ("batch", "heads", *axes_of[name]), (batch, heads, *sizes[name]), device)
-            expect_dtype(_KERNEL, name_of, tensor, (dtype,))
+    inputs = {"x": x, "B": B, "C": C, "dt": dt, "g": g, "lam": lam, "theta": theta, "B_bias": B_bias, "C_bias": C_bias, "D": D}
+    expect_arguments(_KERNEL, inputs | {"mimo_x": mimo_x}, pos, initial_state, rank=("rank",))
     return mamba3_mimo_torch(x, B, C, dt, g, lam, theta, B_bias, C_bias, D, mimo_x, pos=pos, initial_state=initial_state)
