@@ -342,9 +342,7 @@ def bench_arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--recompute", action="store_true", help="training.recompute=full; default: auto")
     parser.add_argument("--selective", action="store_true", help="training.recompute=selective; default: auto")
     parser.add_argument("--residual-dtype", choices=("float32", "bfloat16"), default="float32", help="training.residual_dtype")
-    parser.add_argument(
-        "--graphs", action="store_true", help="training.cuda_graphs=true, default: auto; not with --profile, nor in segments"
-    )
+    parser.add_argument("--graphs", action="store_true", help="training.cuda_graphs=true, default: auto; not with --profile")
     parser.add_argument("--profile", action="store_true", help="also profile=true: where another step's time goes; not in segments")
     parser.add_argument("--seconds", type=float, default=570, help="after which no further case is begun (default 570)")
     parser.add_argument("--reserve", type=float, default=120, help="seconds that must be left to begin one (default 120)")

@@ -119,10 +119,13 @@ class RunConfig(BaseModel):
                 )
 
     def unrecordable(self) -> list[str]:
-        """Settings with which passes cannot be recorded as CUDA graphs: passes in parts, or not on a GPU."""
+        """Settings with which passes cannot be recorded as CUDA graphs: passes in parts or of changing sizes, or not on a GPU."""
+        segments = max(training.gradient_segments for _, training in self.training.phases)
+        growing = [name for name, settings in self.model.mixers.items() if settings.state_grows]
         reasons = {
             f"layout.pipeline={self.layout.pipeline}": self.layout.pipeline > 1,
-            "training.bptt": self.training.bptt is not None,
+            f"training.bptt over layout.context={self.layout.context}": self.training.bptt is not None and self.layout.context > 1,
+            f"training.bptt of model.mixers.{', '.join(growing)}": segments > 1 and bool(growing),
             "device=cpu": self.device == "cpu",
             # a graph's kernels are not launched one by one, so nothing says what each of them belongs to
             "profile": self.profile is not None,
@@ -135,8 +138,9 @@ class RunConfig(BaseModel):
             return
         if found := self.unrecordable():
             raise ConfigError(
-                f"training.cuda_graphs=true does not go with {' and '.join(found)}: a graph is of passes through all layers over "
-                f"sequences that are not cut in time, on a GPU; set training.cuda_graphs=false"
+                f"training.cuda_graphs=true does not go with {' and '.join(found)}: a graph is of passes through all layers on a "
+                f"GPU, over whole sequences, or in segments on one context rank whose States keep their size; set "
+                f"training.cuda_graphs=false"
             )
 
     def _check_sequence(self, ranks: int) -> None:

@@ -152,12 +152,24 @@ class _KeepOperatorResults(TorchDispatchMode):
         return next(self._remaining)
 
 
-def recomputation(layers: Iterable[nn.Module], link: ContextLink | None) -> Any:
-    """Contexts of the first forward pass through layers and of its recomputation, for `context_fn` of torch.utils.checkpoint."""
-    link_contexts = noop_context_fn() if link is None else link.recomputation()
+@dataclasses.dataclass(frozen=True)
+class SavedForRecomputation:
+    """What a first forward pass saves for its recomputation: initial States, and results of operators that do not run again."""
+
+    states: list[State | None] = dataclasses.field(default_factory=list)
+    results: list[Any] = dataclasses.field(default_factory=list)
+
+
+def recomputation(layers: Iterable[nn.Module], link: ContextLink | None, saved: SavedForRecomputation | None = None) -> Any:
+    """Contexts of the first forward pass through layers and of its recomputation, for `context_fn` of torch.utils.checkpoint.
+
+    saved: filled by the first and read by the second; None: a new one.
+    """
+    saved = saved or SavedForRecomputation()
+    link_contexts = noop_context_fn() if link is None else link.recomputation(saved.states)
     blocks = [cast(SubBlock | Branch, block) for layer in layers for block in cast(Layer, layer).values()]
     operators = {operator for block in blocks for operator in block.mixer.recompute_keeps}
-    results: list[Any] = []
+    results = saved.results
     if not operators:
         return link_contexts
     first, again = link_contexts

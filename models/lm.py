@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from baton.kernels.protocol import State, StateSpec
-from baton.models.block import Layer, recomputation
+from baton.models.block import Layer, SavedForRecomputation, recomputation
 from baton.models.config import ModelConfig
 from baton.models.cross_entropy import linear_cross_entropy
 from baton.models.forward_context import ForwardContext
@@ -151,10 +151,15 @@ class LanguageModel(nn.Module):
         _, hidden = self.norm(stream, self.compute_dtype)
         return gather_tokens(hidden, pos.shape) if self.sequence_parallel else hidden, final_states
 
-    def recomputation(self, link: ContextLink | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def recomputation(
+        self, link: ContextLink | None, saved: SavedForRecomputation | None = None
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Python contexts of a first forward pass, which may run without a graph, and of its recomputation, which gets the same
-        initial States, makes the same discrete choices, and communicates with no other context-parallel rank. link: of both."""
-        first, again = recomputation(self.layers.values(), link)
+        initial States, makes the same discrete choices, and communicates with no other context-parallel rank.
+
+        link: of both. saved: by the first pass. A context is for one pass; others with the same `saved` are for more.
+        """
+        first, again = recomputation(self.layers.values(), link, saved)
         return first, again
 
     @property

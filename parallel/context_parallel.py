@@ -8,11 +8,11 @@ has the initial State of v = 0 and the final State of the last virtual rank. `pa
 """
 
 import os
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from baton.kernels.state_message import flat_nbytes, from_flat, to_flat
 from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
 from baton.parallel.errors import CommError, LayoutError
+from baton.parallel.local_states import LocalStates
 from baton.parallel.p2p import Channel, make_channels
 from baton.parallel.side_stream import SideStream
 
@@ -95,6 +96,7 @@ class ContextLink:
         sent: messages and bytes sent, by ("right" | "left", recurrence's name) and ("right bytes" | "left bytes", its name). A
             gathered message counts once, its bytes once per receiving rank.
         sent_by_layer: the same by (.., where, name).
+        local: what a single rank hands to its own next segment.
         observer: told of every State and gradient that leaves a segment here, also at the ends of the sequence; not of gathered
             ones, nor in a recomputation.
     """
@@ -112,7 +114,7 @@ class ContextLink:
         self.side_stream = SideStream(device)
         self._ranks = ranks
         self._virtual_rank = VirtualRank(rank, self.size)
-        self._local_states: defaultdict[tuple[Direction, VirtualRank, str, str], deque[State]] = defaultdict(deque)
+        self.local = LocalStates()
         self._states_to_save: list[State | None] | None = None
         self._saved_states: Iterator[State | None] | None = None
         self._wraparounds: list[tuple[Direction, MessageTag, Tensor, int]] = []
@@ -150,8 +152,8 @@ class ContextLink:
         """
         if not 0 <= number < count:
             raise ValueError(f"segment {number} of {count}: segments are numbered from 0 to {count - 1}")
-        if number == 0 and not self.recomputing and (left := [key for key, states in self._local_states.items() if states]):
-            direction, virtual_rank, name, where = left[0]
+        if number == 0 and not self.recomputing and (left := self.local.waiting()):
+            direction, virtual_rank, name, where = cast("tuple[Direction, VirtualRank, str, str]", next(iter(left)))
             what = MessageTag(name, where, virtual_rank).describe(direction)
             what += " was not taken in the pass before: go to the last segment forwards, and to the first backwards"
             raise CommError(f"rank {self._ranks[self.rank]}: {what}")
@@ -172,8 +174,7 @@ class ContextLink:
         if not specs:
             return
         if self.size == 1:
-            own = {spec.name: _compact(state[spec.name]) for spec in specs}
-            self._local_states[direction, target, tag.name, tag.where].append(own)
+            self.local.put((direction, target, tag.name, tag.where), {spec.name: state[spec.name] for spec in specs})
             return
         self._send_wraparounds(but=(direction, tag.virtual_rank.segment))
         message = to_flat(state, specs)
@@ -276,17 +277,19 @@ class ContextLink:
         for channel in self.channels.values():
             channel.flush()
 
-    def recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def recomputation(
+        self, saved: list[State | None] | None = None
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts for a first forward pass, whose initial States are saved, and for its recomputation, which reads them.
 
         The recomputation exchanges nothing in its forward pass. Where the first pass had no graph, the recomputation makes it, and
-        gradients of States are exchanged from there.
+        gradients of States are exchanged from there. saved: an empty list for these States, or of them; None: a new one.
         """
-        kept: list[State | None] = []
+        found = [] if saved is None else saved
 
         @contextmanager
         def first() -> Iterator[None]:
-            before, self._states_to_save = self._states_to_save, kept
+            before, self._states_to_save = self._states_to_save, found
             try:
                 yield
             finally:
@@ -295,7 +298,7 @@ class ContextLink:
         @contextmanager
         def again() -> Iterator[None]:
             # a recomputation saves nothing here; contexts nested in it save for their own recomputation
-            before, self._saved_states, self._states_to_save = (self._saved_states, self._states_to_save), iter(kept), None
+            before, self._saved_states, self._states_to_save = (self._saved_states, self._states_to_save), iter(found), None
             try:
                 yield
             finally:
@@ -319,11 +322,11 @@ class ContextLink:
             self._states_to_save.append(state)
 
     def _take_local(self, direction: Direction, tag: MessageTag) -> State:
-        waiting = self._local_states[direction, tag.virtual_rank, tag.name, tag.where]
-        if not waiting:
+        state = self.local.take((direction, tag.virtual_rank, tag.name, tag.where))
+        if state is None:
             what = f"{tag.describe(direction)} is not there: go from the first segment to the last forwards, and back"
             raise CommError(f"rank {self._ranks[self.rank]}: {what}")
-        return waiting.popleft()
+        return state
 
     def _send_wraparounds(self, but: tuple[Direction, int] | None = None) -> None:
         """Send the deferred messages from one end of the group to the other's next segment. but: not while (direction, segment) is
@@ -355,11 +358,6 @@ class ContextLink:
         for key, n in ((direction, 1), (f"{direction} bytes", nbytes)):
             self.sent[key, tag.name] += n
             self.sent_by_layer[key, tag.where, tag.name] += n
-
-
-def _compact(x: Tensor) -> Tensor:
-    """x in no more memory than it needs: a tail is a view of the whole span, which would stay in memory with it."""
-    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 def context_link(layout: LayoutConfig, rank: int, device: torch.device, timeout_s: float) -> ContextLink | None:

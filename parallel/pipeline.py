@@ -17,13 +17,15 @@ from torch import Tensor
 from baton.parallel.config import LayoutConfig
 from baton.parallel.p2p import Channel, PendingRecv, make_channels
 
+Kind = Literal["forward_no_grad", "forward", "backward"]
+
 
 @dataclass(frozen=True)
 class Operation:
     """One pass of one segment of a micro-batch through this stage. forward_no_grad: forward for the States alone, without a
     graph."""
 
-    kind: Literal["forward_no_grad", "forward", "backward"]
+    kind: Kind
     micro_batch: int
     segment: int = 0
 

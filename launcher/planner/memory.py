@@ -11,12 +11,13 @@ the ranks of a stage differ (the two ends of a sequence), they are those of the 
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.launcher.planner.operations import Operations
+from baton.launcher.planner.parts import Memory
 from baton.models.config import SubBlocks, places
 from baton.models.settings.cost_model import MixerCosts, Workload
 from baton.models.settings.declarations import ParameterDeclaration
@@ -29,56 +30,6 @@ REDUCE_BUCKET = 500_000_000
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Memory of one rank in bytes, by part.
-
-    Permanent:
-        parameters, compute_copies, gradients: fp32 parameters, their copies in the compute dtype, and gradients.
-        optimizer: the moments of the rank's parameters, from ZeRO-1 on of its partition.
-        tokens: token ids, labels and positions of a whole step.
-        lanes: the States that lanes carry from step to step with truncated backpropagation through time.
-        before: a copy of the step's lane States, for a step that is rejected.
-        states: the final States of passes; none for whole sequences on one rank.
-        saved: on a CPU, the copy of a checkpoint's contents (see Arithmetic.host_bytes).
-    Temporary:
-        activations: saved activations of all passes in flight.
-        borders: entering States of segments that are to run again, and scores that are not recomputed.
-        inputs: hidden vectors from the previous stage for those segments.
-        in_hand: the backward pass of one sub-block.
-        loss: one chunk's logits, and the head's gradient.
-        buffers: of the optimizer's step; recorded: memory pools of passes that are recorded as CUDA graphs.
-    """
-
-    parameters: int
-    compute_copies: int
-    gradients: int
-    optimizer: int
-    tokens: int
-    lanes: int
-    before: int
-    saved: int
-    activations: int
-    borders: int
-    inputs: int
-    in_hand: int
-    states: int
-    loss: int
-    buffers: int
-    recorded: int
-
-    @property
-    def weights(self) -> int:
-        """Bytes that follow from the parameters alone."""
-        return self.parameters + self.compute_copies + self.gradients + self.optimizer + self.buffers
-
-    @property
-    def peak(self) -> int:
-        kept = self.activations + self.borders + self.inputs
-        lasting = self.weights - self.buffers + self.tokens + self.lanes + self.before + self.saved + self.states
-        return lasting + max(kept + max(self.in_hand, self.loss), self.buffers + self.recorded)
 
 
 class Arithmetic:
@@ -238,10 +189,23 @@ class Arithmetic:
         surveyed = self.together - 1
         if not surveyed:
             return 0
-        first = self.entering if self.layout.context > 1 else self.states * self.training.carries_lane_states
+        first = self.entering if self.layout.context > 1 else self._carried
         # keys and values of full attention, and what later segments add to their gradients in float32
         keys = sum(block.key_bytes(self.work) for block in self.every_block) * (1 + 4 // self.work.compute_bytes)
         return first + (surveyed - 1) * self.entering + surveyed * (self._decided + keys)
+
+    @property
+    def _carried(self) -> int:
+        """Bytes of the States that a micro-batch's lanes carry into it."""
+        return self.states * self.training.carries_lane_states
+
+    @property
+    def fixed(self) -> int:
+        """What recorded passes of segments have in fixed memory beside `borders`: the gradient of a State, and what enters a
+        segment; of segments that are surveyed it is copied there, with their scores."""
+        if self.training.cuda_graphs is not True or self.training.bptt is None:
+            return 0
+        return self.entering + (self.entering + self._decided if self.together > 1 else self._carried)
 
     @property
     def hidden_bytes(self) -> int:
@@ -312,6 +276,7 @@ class Arithmetic:
         if full_recompute:
             in_hand += max(self.layer_bytes(layer) for layer in set(self.layers))
         activations = self.in_flight * self.activations(full_recompute=full_recompute) + self._expected
+        borders = self.borders + self.fixed
         return Memory(
             parameters=4 * self._held,
             compute_copies=2 * self._copied if low else 0,
@@ -323,10 +288,10 @@ class Arithmetic:
             before=self.before,
             saved=0 if work.gpu else self.saved,
             activations=activations,
-            borders=self.borders,
+            borders=borders,
             inputs=0 if self.stage.first else (self.together - 1) * self.hidden_bytes,
             in_hand=in_hand + waiting,
-            recorded=activations + max(in_hand + waiting, loss) if self.training.cuda_graphs is True else 0,
+            recorded=activations + borders + max(in_hand + waiting, loss) if self.training.cuda_graphs is True else 0,
             states=self.states if work.segment else 0,
             loss=loss,
             # on a CPU a rank's part of the gradients is made one tensor

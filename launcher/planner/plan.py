@@ -13,7 +13,8 @@ from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind
 from baton.launcher.planner import automatic
 from baton.launcher.planner.comm_volume import exchanges
-from baton.launcher.planner.memory import Arithmetic, Memory, of_stages
+from baton.launcher.planner.memory import Arithmetic, of_stages
+from baton.launcher.planner.parts import Memory
 from baton.launcher.planner.slow_paths import ASSUMED_TB_S, slow_paths
 from baton.launcher.planner.suggestions import first_that_fits, larger_micro_batches
 from baton.launcher.planner.time import UNCERTAINTY, Duration, Speed, bubble, run_duration, speed

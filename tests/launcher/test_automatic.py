@@ -33,7 +33,15 @@ def chosen(config, capacity=None, **more):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["training.micro_batch_size=1"], ["layout.tensor=4"], ["model=lattice-1.3b"], ["model=gsa-1.3b"]]
+    "words",
+    [
+        [],
+        ["training.micro_batch_size=1"],
+        ["layout.tensor=4"],
+        ["model=lattice-1.3b"],
+        ["model=gsa-1.3b"],
+        ["training.bptt={mode: exact, segment: 256}"],
+    ],
 )
 def test_the_fastest_pair_that_fits_is_chosen_at_any_size_of_memory(words):
     config = load(RUN, words)
@@ -58,7 +66,10 @@ def test_all_pairs_that_may_be_set_are_ordered():
     [
         (["layout.pipeline=2"], None, ("none", False)),
         (["layout.context=2"], None, ("none", True)),
-        (["training.bptt={mode: exact, segment: 256}"], None, ("none", False)),
+        (["training.bptt={mode: exact, segment: 256}"], None, ("none", True)),
+        (["training.bptt={mode: truncated, segment: 256, gradient_segments: 1}"], None, ("none", True)),
+        (["training.bptt={mode: exact, segment: 256}", "layout.context=2"], None, ("none", False)),
+        (["training.bptt={mode: exact, segment: 256}", "model=transformer-1.3b"], None, ("none", False)),
         (["profile=true"], None, ("none", False)),
         (["device=cpu"], None, ("none", False)),
         ([], "cpu", ("none", False)),

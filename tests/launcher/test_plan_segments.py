@@ -70,6 +70,11 @@ def test_segments_keep_what_is_counted(measured, variant, bptt):
     assert_kept(one, seen)
     # six lanes of which a micro-batch reads two
     assert seen["lanes"] == one.memory().lanes == (0 if bptt == "exact" else LANES // 2 * one.states)
+    run = run_of(variant, sequence_length=CUT_SEQUENCE_LENGTH, bptt=bptt)
+    with_graphs = run.model_copy(update={"training": run.training.model_copy(update={"cuda_graphs": True})})
+    fixed = of_stages(with_graphs)[-1].memory()
+    assert fixed.borders == pytest.approx(seen["fixed"], rel=0.03)
+    assert fixed.recorded == fixed.activations + fixed.borders + max(fixed.in_hand, fixed.loss)
     # a micro-batch of the step's two has run, in up to four groups of segments: its lanes as they were, once
     assert one.micro_batches * seen["before"] == one.memory().before == (0 if bptt == "exact" else 2 * one.states)
 

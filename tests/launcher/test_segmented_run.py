@@ -26,9 +26,9 @@ FATE = """
 import os, signal, sys
 
 if "BATON_START" in os.environ:
-    from baton.training.step.microbatch_runner import MicrobatchRunner
+    from baton.training.step.RUNNER as Runner
 
-    done, run_operation = [], MicrobatchRunner.run_operation
+    done, run_operation = [], Runner.run_operation
 
     def fateful(runner, operation):
         run_operation(runner, operation)
@@ -36,17 +36,45 @@ if "BATON_START" in os.environ:
         if os.environ["RANK"] == "1" and len(done) == AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    MicrobatchRunner.run_operation = fateful
+    Runner.run_operation = fateful
 """
 """A sitecustomize that kills rank 1 after so many operations."""
+RECORDED = """
+import os
+
+if "BATON_START" in os.environ:
+    from baton.training.step import executor
+    from baton.training.step.cuda_graphs import CudaGraphs
+
+    class Again:
+        def __init__(self, device):
+            pass
+
+        def warm_up(self, run):
+            run()
+
+        def record(self, run):
+            return run
+
+        def release(self):
+            pass
+
+    def recorded(made, model, *others, **options):
+        plain(made, model, *others, **options | {"cuda_graphs": CudaGraphs(model, Again)})
+
+    plain, executor.StepExecutor.__init__ = executor.StepExecutor.__init__, recorded
+    executor.MicrobatchRunner = None
+"""
+"""One with which no passes can be run but recorded ones, where replaying runs them again."""
+RUNNERS = {"": "microbatch_runner import MicrobatchRunner", RECORDED: "cuda_graphs import CudaGraphRunner"}
 
 
-def killed(launch, inputs, folder, words, operations, tmp_path, monkeypatch):
-    """A run whose rank 1 dies after so many operations; the checkpoint it resumes from."""
-    (tmp_path / "sitecustomize.py").write_text(FATE.replace("AFTER", str(operations)))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    ended = launch(folder, str(inputs.run), *SAME_PLACES, *words, where=inputs.run.parent).end()
-    monkeypatch.delenv("PYTHONPATH")
+def killed(launch, inputs, folder, words, operations, tmp_path, monkeypatch, form=""):
+    """A run whose rank 1 dies after so many operations; the checkpoint it resumes from. form: RECORDED, or of plain passes."""
+    (tmp_path / "sitecustomize.py").write_text(form + FATE.replace("AFTER", str(operations)).replace("RUNNER", RUNNERS[form]))
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        ended = launch(folder, str(inputs.run), *SAME_PLACES, *words, where=inputs.run.parent).end()
     assert ended.status == 1
     assert "rank 1 was killed by SIGKILL" in ended.err
     return ended
@@ -80,21 +108,26 @@ def assert_same_bits(ours, theirs):
     return tensors, manifest
 
 
-def test_a_truncated_run_killed_in_mid_step_and_mid_document_goes_on_bit_for_bit(inputs, launch, tmp_path, monkeypatch):
-    """And on other ranks: a lane moves whole, with its cursor and its States. The first steps have shorter sequences."""
+@pytest.mark.parametrize("form", [RECORDED, pytest.param("", marks=pytest.mark.long)], ids=["recorded", "plain"])
+def test_a_truncated_run_killed_in_mid_step_and_mid_document_goes_on_bit_for_bit(inputs, launch, tmp_path, monkeypatch, form):
+    """And on other ranks: a lane moves whole, with its cursor and its States. The first steps have shorter sequences. With recorded
+    passes the bits are those of the whole run's plain ones."""
     whole, broken, moved = (tmp_path / name for name in ("whole", "broken", "moved"))
     complete(launch, inputs, whole, TRUNCATED)
     # A group surveys one segment and runs two forwards and backwards. A step has two micro-batches of two groups; in the first two
     # steps, whose sequences are half as long and twice as many, of one.
     # Saved at once: one that is written beside the next steps is published whenever the disk has it.
     words = (*TRUNCATED, "training.checkpoint.async_save=false")
-    ended = killed(launch, inputs, broken, words, 2 * 10 + 2 * 20 + 9, tmp_path, monkeypatch)
+    ended = killed(launch, inputs, broken, words, 2 * 10 + 2 * 20 + 9, tmp_path, monkeypatch, form)
     assert ended.rows[-1]["step"] == 4
     assert ended.checkpoints == [3]
     _, manifest = checkpoint(broken, 3)
     assert all(cursor["offset"] > 0 for lane, cursor in manifest["cursors"].items() if int(lane) < 4), "in the middle of documents"
     shutil.copytree(broken, moved)
-    complete(launch, inputs, broken, TRUNCATED)
+    with monkeypatch.context() as patch:
+        (tmp_path / "sitecustomize.py").write_text(form)
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        complete(launch, inputs, broken, TRUNCATED)
     tensors, manifest = assert_same_bits(broken, whole)
     carried = {key: x for key, x in tensors.items() if key.startswith("carried.")}
     assert set(carried) == {f"carried.layers.{n}.mamba.{leaf}" for n in range(2) for leaf in ("conv", "h")}

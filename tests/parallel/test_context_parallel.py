@@ -219,7 +219,7 @@ def test_one_rank_with_segments_is_that_rank_handing_states_on(single_mesh, kind
     result = through_the_link(kind, True, torch.float32, link, 4, **options)
     assert_same_bits([result], by_hand(kind, True, torch.float32, 4), kind)
     assert not result["counted"], "messages to itself"
-    assert not any(link._local_states.values())
+    assert not link.local.waiting()
 
 
 def test_the_cotangents_that_come_to_what_is_handed_on_first_keep_their_bits(single_mesh):
@@ -263,7 +263,7 @@ def test_what_waits_for_the_next_segment_takes_no_more_memory_than_it_needs(sing
     layer = layer_of(kind, torch.float32)
     with torch.no_grad(), link.segment(0, count=2):
         layer(x, pos, None, ForwardContext(link))
-    waiting = [x for states in link._local_states.values() for state in states for x in state.values()]
+    waiting = [x for states in link.local.waiting().values() for state in states for x in state.values()]
     assert bool(waiting) == bool(layer.state_specs)
     for tensor in waiting:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -183,6 +183,7 @@ def measure(form):
     from baton.parallel.pipeline import PipelineLink, StepSchedule
     from baton.training.bptt.lane_states import LaneStates
     from baton.training.build import DTYPES, build, build_model
+    from baton.training.step.cuda_graphs import CudaGraphs
     from baton.training.step.executor import StepExecutor
     from baton.training.step.microbatch_runner import MicrobatchRunner
 
@@ -446,8 +447,36 @@ def measure(form):
                 found["handed on"]["around" if name == "all recurrences" else what.removesuffix(" bytes")] += n
         found["lanes"] = sum(x.nbytes for x in carried)
         found["before"] = 0 if lanes is None else lanes.backup_bytes
+        if run.layout.world_size == 1:
+            found["fixed"] = fixed_of(model, read, schedule, lanes)
         meshes.shutdown()
         return found
+
+    def fixed_of(model, read, schedule, lanes):
+        """Bytes of States, scores and their copies that recorded passes read and write in place."""
+        graphs = CudaGraphs(model, RunsOnce)
+        graphs.runner([read], 1.0, schedule, lanes)
+        passes, saved = graphs._recorded.passes, graphs._recorded.saved
+        memories = [x and x.memory for x in (passes.entering, passes.gradients)] + [passes.results]
+        entering, gradients, scores = (sum(x.nbytes for x in memory.tensors) if memory else 0 for memory in memories)
+        rows = [0 if x is None else len(x) for x in (saved.states, saved.results)]
+        carried = [x for state in (passes.lane_states or {}).values() for x in state.values()]
+        return gradients + (1 + rows[0]) * entering + (1 + rows[1]) * scores + sum(x.nbytes for x in carried)
+
+    class RunsOnce:
+        """A recorder of passes that are not replayed."""
+
+        def __init__(self, device):
+            pass
+
+        def warm_up(self, run):
+            run()
+
+        def record(self, run):
+            return run
+
+        def release(self):
+            pass
 
     found = results["segments"] = {}
     for bptt in BPTT:

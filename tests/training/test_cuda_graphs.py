@@ -14,10 +14,14 @@ from baton.parallel import comm_timing
 from baton.parallel import mesh as meshes
 from baton.parallel.cast_weights import drop_cast_weights
 from baton.parallel.config import LayoutConfig
+from baton.parallel.pipeline import StepSchedule
+from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build, make_deterministic
+from baton.training.errors import RunError
 from baton.training.monitoring.state_gradients import StateGradientMonitor
-from baton.training.step.cuda_graphs import CudaGraphRecorder, CudaGraphs
+from baton.training.step.cuda_graphs import CudaGraphs
 from baton.training.step.executor import StepExecutor
+from baton.training.step.graph_recorder import CudaGraphRecorder
 
 MIXERS = (*kinds(), "hybrid")
 
@@ -40,6 +44,8 @@ def without_waiting():
 class Again:
     """Repeats by running again, which needs no GPU: memory is the same each time, as a graph's is."""
 
+    most = 2
+
     def __init__(self, device):
         self.records = 0
 
@@ -48,7 +54,7 @@ class Again:
 
     def record(self, run):
         self.records += 1
-        assert self.records <= 2
+        assert self.records <= self.most
 
         def asks_nothing():
             with without_waiting():
@@ -60,20 +66,27 @@ class Again:
         pass
 
 
-def cut(batch, tokens, device):
-    return Batch(*(x[:, :tokens].to(device) for x in (batch.tokens, batch.labels, batch.pos)))
+class OfRoles(Again):
+    """Passes of segments, however many, have at most eight parts."""
+
+    most = 8
 
 
-def steps(mesh, mixer, recorder, compute_dtype="bfloat16", recompute="none"):
+def cut(batch, tokens, device, lanes=()):
+    return Batch(*(x[:, :tokens].to(device) for x in (batch.tokens, batch.labels, batch.pos)), lanes)
+
+
+def steps(mesh, mixer, recorder, compute_dtype="bfloat16", recompute="none", bptt=None, count=5):
     """Results of steps, and the parameters behind them: shorter sequences after two, then one that a NaN makes be refused."""
-    config = training(compute_dtype=compute_dtype, recompute=recompute)
+    config = training(compute_dtype=compute_dtype, recompute=recompute, bptt=bptt)
     train_state = build(model_of(mixer), config, mesh)
     graphs = None if recorder is None else CudaGraphs(train_state.model, recorder)
-    executor, found = StepExecutor(train_state.model, train_state.engine, mesh, cuda_graphs=graphs), []
+    lanes = LaneStates(train_state.model, config, mesh) if config.carries_lane_states else None
+    executor, found = StepExecutor(train_state.model, train_state.engine, mesh, lanes=lanes, cuda_graphs=graphs), []
     link = train_state.model.link
-    monitor = None if link is None else StateGradientMonitor(train_state.model, link, mesh, keep=True)
+    monitor = None if link is None else StateGradientMonitor(train_state.model, link, mesh, keep=link.size > 1)
     victim = train_state.model.embedding.weight
-    for step in range(5):
+    for step in range(count):
         planted, before = step == 3, victim.detach().clone()
         if planted:
             with torch.no_grad():
@@ -83,9 +96,19 @@ def steps(mesh, mixer, recorder, compute_dtype="bfloat16", recompute="none"):
         if monitor is not None:
             monitor.start()
         own = micro_batches(step, mesh.data_rank, mesh.layout.data, config.micro_batch_size, mesh.context_rank, ranks)
-        result = executor.step([cut(b, 24 // ranks if step < 2 else 13 // ranks, mesh.device) for b in own], 3e-3)
+        tokens = 24 if step < 2 else 13
+        if bptt is not None:
+            tokens -= tokens % bptt["segment"]
+            segments, own = tokens // bptt["segment"], own[:2]
+            executor.schedule = StepSchedule(segments, min(segments, bptt.get("gradient_segments", segments)))
+            for batch in own if step in (0, 4) else ():  # a lane begins with a document, also behind a step that zeroed it
+                begun = (batch.pos == 0).cumsum(1) > 0
+                batch.pos.copy_(torch.where(begun, batch.pos, torch.arange(batch.pos.shape[1])))
+        numbers = range(mesh.data_rank, 8, mesh.layout.data)
+        rows = [tuple(numbers[n : n + 2]) for n in range(0, len(numbers), 2)]
+        result = executor.step([cut(b, tokens // ranks, mesh.device, r) for b, r in zip(own, rows)], 3e-3)
         assert result.updated is not planted, result
-        seen = None if monitor is None or planted else monitor.read(24 // ranks)
+        seen = None if monitor is None or planted else monitor.read(24 // ranks, cut=lanes is not None)
         found.append((str(result.loss), str(result.grad_norm), result.labels, str(result.nonfinite), seen))
         if planted:
             with torch.no_grad():
@@ -93,14 +116,19 @@ def steps(mesh, mixer, recorder, compute_dtype="bfloat16", recompute="none"):
             drop_cast_weights(train_state.model)
     executor.close()
     assert graphs is None or graphs._recorded is None
-    return found, {name: p.detach().clone() for name, p in train_state.model.named_parameters()}
+    left = {name: p.detach().clone() for name, p in train_state.model.named_parameters()}
+    if lanes is not None:
+        left |= lanes.to_message(lanes.read(range(mesh.data_rank, 8, mesh.layout.data)))
+    return found, left
 
 
-def differences(mesh, mixers, recorder, compute_dtype="bfloat16", recompute="none"):
+def differences(mesh, mixers, recorder, compute_dtype="bfloat16", recompute="none", bptt=None, count=5):
     """What is not the same with recorded passes and without, by mixer. recorder: name of a class of this file, or the class."""
     found, recorder = {}, globals()[recorder] if isinstance(recorder, str) else recorder
     for mixer in mixers:
-        (plain, expected), (results, parameters) = (steps(mesh, mixer, made, compute_dtype, recompute) for made in (None, recorder))
+        (plain, expected), (results, parameters) = (
+            steps(mesh, mixer, made, compute_dtype, recompute, bptt, count) for made in (None, recorder)
+        )
         found[mixer] = [(a, b) for a, b in zip(plain, results, strict=True) if a != b]
         found[mixer] += [name for name, x in expected.items() if not torch.equal(x, parameters[name])]
     return found
@@ -127,6 +155,65 @@ def test_recorded_passes_are_plain_passes_to_the_bit(pool, layout, mixers):
         assert found == {mixer: [] for mixer in mixers}
 
 
+EXACT = {"mode": "exact", "segment": 6}
+ALL, SOME, ONE = ({"mode": "truncated", "segment": 6, "gradient_segments": n} for n in (4, 2, 1))
+SEGMENTED = (*(kind for kind, settings in kinds().items() if not settings.small().state_grows), "hybrid")
+
+
+@pytest.mark.parametrize(
+    ("bptt", "mixer", "recompute", "count"),
+    [
+        (EXACT, "mamba", "none", 5),
+        (EXACT, "bmojo", "none", 1),
+        (ALL, "rg_lru", "none", 5),
+        (SOME, "attention", "full", 5),
+        (ONE, "retnet", "none", 5),
+        *(
+            pytest.param(bptt, mixer, recompute, 5, marks=pytest.mark.long)
+            for mixer in SEGMENTED
+            for bptt in (EXACT, ALL, SOME, ONE)
+            for recompute in ("none", "full")
+        ),
+    ],
+    ids=lambda x: str(x.get("gradient_segments", "exact")) if isinstance(x, dict) else None,
+)
+def test_recorded_passes_of_segments_are_plain_passes_to_the_bit(single_mesh, bptt, mixer, recompute, count):
+    """Losses, gradients, those of States, and the States that lanes carry. In the later steps half as many segments are read."""
+    found = differences(single_mesh, [mixer], "OfRoles", recompute=recompute, bptt=bptt, count=count)
+    assert found == {mixer: []}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [{"data": 2, "zero": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("bptt", [EXACT, SOME], ids=lambda bptt: bptt["mode"])
+def test_recorded_passes_of_segments_are_plain_passes_over_ranks(pool, bptt, layout):
+    for found in pool.run(differences, ("hybrid", "bmojo"), "OfRoles", bptt=bptt, timeout_s=600, **layout):
+        assert found == {"hybrid": [], "bmojo": []}
+
+
+class Stale(OfRoles):
+    """What runs again begins with the State that entered the last of the segments between."""
+
+    def record(self, run):
+        replay, passes = super().record(run), run.func.__self__
+        if (run.func.__name__, run.args) != ("forward", ("between",)):
+            return replay
+        seen = []
+
+        def again():
+            block = passes.entering.memory.block
+            seen.append(block.clone())
+            block.copy_(seen[0])
+            replay()
+
+        return again
+
+
+def test_a_recorded_segment_that_begins_with_another_state_is_found(single_mesh):
+    with pytest.raises(RunError, match="a segment that was computed twice left another State the second time"):
+        steps(single_mesh, "retnet", Stale, bptt=EXACT, count=1)
+
+
 def test_the_comparison_sees_another_micro_batch(pool):
     assert pool.run(differences, ["mamba"], "Forgetful")[0]["mamba"]
 
@@ -138,7 +225,7 @@ class Forgetful(Again):
         replay = super().record(run)
         if self.records > 1:
             return replay
-        tokens, ran = next(c.cell_contents for c in run.__closure__ if isinstance(c.cell_contents, Batch)).tokens, []
+        (tokens, *_), ran = run.func.__self__.inputs, []
 
         def again():
             ran.append(tokens.clone())
@@ -161,6 +248,8 @@ from baton.parallel import mesh as meshes
 from baton.parallel import comm_timing
 from baton.parallel.config import LayoutConfig
 from baton.parallel.linear import fused_grad_accumulation
+from baton.parallel.pipeline import StepSchedule
+from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build_model
 from baton.training.config import TrainingConfig
 from baton.training.step.cuda_graphs import CudaGraphs
@@ -203,6 +292,7 @@ class Recorder:
 seen = []
 ALONE, comms = LayoutConfig(), ["ring", "all_gather"]
 FORMS = [{}, {"recompute": "full"}, {"recompute": "selective"}]
+FORMS += [{"bptt": {"mode": "exact", "segment": 16}}, {"bptt": {"mode": "truncated", "segment": 32, "gradient_segments": 1}}]
 LONG = sys.argv[1:] == ["long"]
 BY_OPERATORS = () if LONG else ("s4d", "ttt")  # PyTorch's, of which chunks of a few tokens have many
 if LONG:
@@ -218,7 +308,7 @@ met = {
 for name, settings, (changes, layout) in (
     (name, settings, case) for name, settings in kinds().items() for case in (PLAIN, *met[name])
 ):
-    if layout.context > 1 and settings.small().state_grows:
+    if (layout.context > 1 or "bptt" in changes) and settings.small().state_grows:
         continue
     if name in BY_OPERATORS and (changes or layout.context_comm != "ring"):
         continue
@@ -227,10 +317,13 @@ for name, settings, (changes, layout) in (
     values |= {"compute_dtype": "bfloat16", **changes}
     with compiling(Target(90)):
         mesh = meshes.initialize(layout, device=META, rank=0, store=FakeStore())
-        built = build_model(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), META, mesh)
+        config = TrainingConfig(**values, optimizer={"lr": 1e-3})
+        built = build_model(model, config, META, mesh)
+        lanes = LaneStates(built, config, mesh) if config.carries_lane_states else None
         ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
         with fused_grad_accumulation():
-            CudaGraphs(built, Recorder).runner([Batch(ids, ids, pos)], 1.0)
+            schedule = StepSchedule(config.segments, config.gradient_segments)
+            CudaGraphs(built, Recorder).runner([Batch(ids, ids, pos, (0, 1))], 1.0, schedule, lanes)
         if changes == {} and layout == ALONE and not settings.small().state_grows:  # and a step of decoding
             with torch.no_grad():
                 states = built(ids, pos)[1]
@@ -266,7 +359,11 @@ training: {steps: 2, sequence_length: 64, global_batch_tokens: 256, micro_batch_
     ("words", "named"),
     [
         (["layout.pipeline=2"], "layout.pipeline=2"),
-        (["training.bptt={mode: exact, segment: 32}"], "training.bptt"),
+        (["training.bptt={mode: exact, segment: 32}", "layout.context=2"], "training.bptt over layout.context=2"),
+        (
+            ["training.bptt={mode: exact, segment: 32}", "model.mixers.mamba={kind: attention, window: null, heads: 2}"],
+            "training.bptt of model.mixers.mamba",
+        ),
         (["device=cpu", "profile=true", "training.steps=20"], "device=cpu and profile"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
@@ -274,6 +371,8 @@ training: {steps: 2, sequence_length: 64, global_batch_tokens: 256, micro_batch_
 def test_what_cannot_be_recorded_is_refused(tmp_path, words, named):
     (tmp_path / "run.yaml").write_text(RUN)
     load(tmp_path / "run.yaml", ["layout.data=2", "layout.tensor=2", "layout.context=2", "training.recompute=selective"])
+    for mode in ("exact", "truncated"):
+        load(tmp_path / "run.yaml", ["layout.data=2", "layout.tensor=2", f"training.bptt={{mode: {mode}, segment: 32}}"])
     with pytest.raises(ConfigError) as refused:
         load(tmp_path / "run.yaml", words)
     assert str(refused.value).startswith(f"training.cuda_graphs=true does not go with {named}: ")
@@ -299,6 +398,14 @@ def test_graphs_are_plain_passes_to_the_bit(mixer, on_gpu):
 @pytest.mark.parametrize("mixer", ["mamba", "longhorn", "bmojo", "falcon", "hybrid"])
 def test_what_is_recomputed_is_recorded_too(mixer, recompute, on_gpu):
     assert differences(on_gpu, [mixer], CudaGraphRecorder, recompute=recompute) == {mixer: []}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", SEGMENTED)
+def test_graphs_of_segments_are_plain_passes_to_the_bit(mixer, on_gpu):
+    number = SEGMENTED.index(mixer)
+    for bptt, recompute in ((EXACT, "none"), ((ALL, SOME, ONE)[number % 3], ("none", "full")[number % 2])):
+        assert differences(on_gpu, [mixer], CudaGraphRecorder, recompute=recompute, bptt=bptt) == {mixer: []}
 
 
 def on_ranks(mesh, mixers, recompute="none"):
@@ -331,13 +438,15 @@ def test_process_groups_can_be_destroyed_after_their_collectives_were_recorded(g
 
 
 @pytest.mark.gpu
-def test_a_graph_is_launched_and_not_its_kernels(on_gpu, monkeypatch):
+@pytest.mark.parametrize("bptt", [None, EXACT], ids=["whole", "segments"])
+def test_a_graph_is_launched_and_not_its_kernels(bptt, on_gpu, monkeypatch):
     from triton.runtime import JITFunction
 
     launched, run = [], JITFunction.run
     monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: (launched.append(self), run(self, *a, **k))[1])
-    train_state = build(model_of("hybrid"), training(), on_gpu)
-    executor = StepExecutor(train_state.model, train_state.engine, on_gpu, cuda_graphs=CudaGraphs(train_state.model))
+    train_state, schedule = build(model_of("hybrid"), training(bptt=bptt), on_gpu), StepSchedule(*(4, 4) if bptt else ())
+    graphs = CudaGraphs(train_state.model)
+    executor = StepExecutor(train_state.model, train_state.engine, on_gpu, schedule=schedule, cuda_graphs=graphs)
     batches = [cut(b, 24, on_gpu.device) for b in micro_batches(0, 0, 1, 2)]
     executor.step(batches, 1e-3)
     assert launched

@@ -41,6 +41,13 @@ class LaneStates:
         rows = self._index(lanes)
         return {number: {name: x[rows] for name, x in state.items()} for number, state in self._states.items()}
 
+    def read_into(self, into: States, lanes: Sequence[int]) -> None:
+        """`read` into tensors that are there."""
+        rows = self._index(lanes)
+        for number, state in self._states.items():
+            for name, x in state.items():
+                torch.index_select(x, 0, rows, out=into[number][name])
+
     def write(self, lanes: Sequence[int], states: States) -> None:
         """Store the States with which the lanes' tokens ended."""
         rows = self._index(lanes)

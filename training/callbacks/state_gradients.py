@@ -17,8 +17,8 @@ class StateGradientCallback(Callback):
     def __init__(self, train_state: TrainState, metrics: MetricsLogger | None, training: TrainingConfig) -> None:
         model, mesh = train_state.model, train_state.mesh
         self._metrics, self._training, self._mesh = metrics, training, mesh
-        # recorded passes observe every step, since what they do is fixed
-        self._always = training.cuda_graphs is True
+        # what is recorded between ranks observes every step, since what it does is fixed
+        self._always = training.cuda_graphs is True and mesh.layout.context > 1
         self._gradient_monitor: StateGradientMonitor | None = None
         if model.link is not None and training.monitoring.state_grad_norm_every:
             self._gradient_monitor = StateGradientMonitor(model, model.link, mesh, keep=self._always)

@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.models.lm import LanguageModel, States
 from baton.parallel.cast_weights import CastWeightCache
 from baton.training.errors import RunError
-from baton.training.step.cuda_graphs import CudaGraphRecorder, GraphRecorder, Run
+from baton.training.step.graph_recorder import CudaGraphRecorder, GraphRecorder, Run
 
 PREFILL_TOKENS = 65536
 """Tokens of all rows together in one forward pass over prompts, which bounds its memory. With fewer the kernels of small models run

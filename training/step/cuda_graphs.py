@@ -1,17 +1,17 @@
-"""A micro-batch's forward and backward passes as two CUDA graphs, each launched at once instead of kernel by kernel.
+"""A segment's passes as CUDA graphs, each launched at once instead of kernel by kernel; a sequence that is not cut in time is one
+segment.
 
 A graph replays its kernels on the memory with which they were recorded. So everything that changes from pass to pass
-(tokens, the loss scale, weights in the compute dtype) is copied to where the kernels read it, and gradients accumulate in
-fixed buffers. Python code runs only while the passes are recorded: for all layers and sequences that are not cut in time,
-whose passes never synchronize with the host. Collectives of tensor-parallel ranks, the messages between context-parallel
-ranks and what observes them are recorded with the rest; all of these ranks record and replay alike.
+(tokens, the loss scale, weights in the compute dtype, the State that enters a segment) is copied to where the kernels read it, and
+gradients accumulate in fixed buffers. Python code runs only while the passes are recorded: for all layers, whose passes never
+synchronize with the host. Segments have the passes of their roles (`fixed_passes`), in the order of the schedule. Collectives of
+tensor-parallel ranks, the messages between context-parallel ranks and what observes them are recorded with the rest; all of these
+ranks record and replay alike.
 """
 
-import gc
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,88 +20,40 @@ from baton.data_pipeline.packing import Batch
 from baton.models.lm import LanguageModel
 from baton.parallel.cast_weights import CastWeightCache
 from baton.parallel.context_parallel import StateObserver
-from baton.parallel.pipeline import Operation
-
-Run = Callable[[], None]
-
-
-class GraphRecorder(Protocol):
-    """Interface of what records functions that launch kernels."""
-
-    def warm_up(self, run: Run) -> None:
-        """Run the function once where graphs will be recorded, so that one-time work is not part of a graph."""
-
-    def record(self, run: Run) -> Run:
-        """Record the function without computing anything; returns its replay. Functions are recorded in the order in which
-        they are replayed."""
-
-    def release(self) -> None:
-        """Free what was recorded; its replays are not called any more."""
+from baton.parallel.pipeline import Kind, Operation, StepSchedule
+from baton.training.bptt.lane_states import LaneStates
+from baton.training.step.fixed_passes import FixedPasses, Role, role_of
+from baton.training.step.graph_recorder import CudaGraphRecorder, GraphRecorder, Run
+from baton.training.step.microbatch_runner import mismatched_states
 
 
-class CudaGraphRecorder:
-    """Records CUDA graphs that share one memory pool.
+@dataclass(frozen=True)
+class _Saved:
+    """What is kept of the segments between their two forward passes, a row for each.
 
-    frees_memory: what can be freed is freed before a function is recorded, which takes long beside a step of generation; False:
-    only where memory runs out.
+    states: of those that entered them, but for the first, whose lane's State stays in place, and the last, which runs once; uint8
+    [segments - 2, bytes]. results: of what is not computed again, uint8 [segments - 1, bytes], None: there is none. prints: of the
+    States that left, int64 [segments - 1, States].
     """
 
-    def __init__(self, device: torch.device, *, frees_memory: bool = True) -> None:
-        self._stream, self._frees_memory = torch.cuda.Stream(device), frees_memory
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-
-    def warm_up(self, run: Run) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        if self._frees_memory:
-            gc.collect()  # what the run kept would stay beside what the graphs keep
-
-    def record(self, run: Run) -> Run:
-        torch.cuda.synchronize(self._stream.device)
-        if self._frees_memory:
-            torch.cuda.empty_cache()
-        graph = None
-        try:
-            graph = self._captured(run)
-        except torch.cuda.OutOfMemoryError:
-            if self._frees_memory:
-                raise
-        if graph is None:  # out of the handler, whose error holds what was allocated
-            gc.collect()
-            torch.cuda.empty_cache()
-            graph = self._captured(run)
-        self._graphs.append(graph)
-        return graph.replay
-
-    def _captured(self, run: Run) -> torch.cuda.CUDAGraph:
-        graph, pool = torch.cuda.CUDAGraph(), self._graphs[0].pool() if self._graphs else None
-        with torch.cuda.stream(self._stream):
-            # other threads may go on using the GPU: one copies a checkpoint to the host, one watches NCCL
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
-        return graph
-
-    def release(self) -> None:
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs.clear()
+    states: Tensor | None
+    results: Tensor | None
+    prints: Tensor
 
 
 @dataclass(frozen=True)
 class _RecordedGraphs:
-    """The two recorded passes and the buffers that they read and write."""
+    """The recorded passes and what they read and write.
+
+    replays: by kind of operation and role. gradient_segments: of the schedule. read: addresses of the parameters.
+    """
 
     recorder: GraphRecorder
-    forward: Run
-    backward: Run
-    batch: Batch[Tensor]
-    scale: Tensor
-    total: Tensor
+    passes: FixedPasses
+    replays: dict[tuple[Kind, Role], Run]
+    saved: _Saved
+    gradient_segments: int
+    lanes: LaneStates | None
     copies: Sequence[tuple[CastWeightCache, Tensor]]
     gradients: Sequence[tuple[nn.Parameter, Tensor]]
     read: tuple[int, ...]
@@ -116,24 +68,26 @@ class CudaGraphs:
         self._model, self._recorder = model, recorder
         self._recorded: _RecordedGraphs | None = None
 
-    def runner(self, batches: Sequence[Batch[Tensor]], scale: float) -> "CudaGraphRunner":
+    def runner(
+        self, batches: Sequence[Batch[Tensor]], scale: float, schedule: StepSchedule, lanes: LaneStates | None
+    ) -> "CudaGraphRunner":
         """A runner for a step's micro-batches, all of one shape; no gradients may exist before it.
 
-        The first call records, and so does a call with another shape, with another observer of the States that pass between
-        ranks, or after a parameter has moved to other memory.
+        The first call records, and so does a call with segments of another shape, with more or fewer of them that a gradient goes
+        through, with another observer of the States that pass between ranks, or after a parameter has moved to other memory.
         """
-        found = self._recorded
-        if found is None or not self._still_fits(found, batches[0]):
+        found, like = self._recorded, batches[0].segment(0, schedule.segments)
+        if found is None or not self._still_fits(found, like, schedule, lanes):
             found = None  # gives its memory back first
             self.release()
-            found = self._recorded = self._record(batches[0])
+            found = self._recorded = self._record(like, schedule, lanes)
         for module, copy in found.copies:
             if module._cast_weight_cache is not copy:  # dropped, since the weight has changed
                 copy.copy_(module.weight.detach())
                 module._cast_weight_cache = copy
         _reset_buffers(found)
-        found.scale.fill_(scale)
-        return CudaGraphRunner(found, batches)
+        found.passes.scale.fill_(scale)
+        return CudaGraphRunner(self._model, found, batches, schedule)
 
     def release(self) -> None:
         """Free the recorded passes. Needed before the process groups are destroyed: NCCL waits, without a time limit, until no
@@ -143,81 +97,129 @@ class CudaGraphs:
         if recorded is not None:
             recorded.recorder.release()
 
-    def _still_fits(self, recorded: _RecordedGraphs, batch: Batch[Tensor]) -> bool:
-        same_shape = recorded.batch.tokens.shape == batch.tokens.shape
-        return same_shape and recorded.observer is self._observer() and recorded.read == self._addresses()
+    def _still_fits(self, recorded: _RecordedGraphs, like: Batch[Tensor], schedule: StepSchedule, lanes: LaneStates | None) -> bool:
+        same_form = recorded.gradient_segments == schedule.gradient_segments and recorded.lanes is lanes
+        same_shape = recorded.passes.inputs[0].shape == like.tokens.shape
+        return same_form and same_shape and recorded.observer is self._observer() and recorded.read == self._addresses()
 
     def _observer(self) -> StateObserver | None:
-        return None if self._model.link is None else self._model.link.observer
+        """What observes States on their way between ranks; a rank's own are shown to their observer behind the pass."""
+        link = self._model.link
+        return None if link is None or link.size == 1 else link.observer
 
     def _addresses(self) -> tuple[int, ...]:
         return tuple(p.data_ptr() for p in self._model.parameters())
 
-    def _record(self, like: Batch[Tensor]) -> _RecordedGraphs:
+    def _record(self, like: Batch[Tensor], schedule: StepSchedule, lanes: LaneStates | None) -> _RecordedGraphs:
         model, recorder = self._model, self._recorder(like.tokens.device)
-        batch = Batch(like.tokens.clone(), like.labels.clone(), like.pos.clone())
-        scale, total = torch.ones((), device=like.tokens.device), torch.zeros((), device=like.tokens.device)
         gradients = [(p, torch.zeros_like(p)) for p in model.parameters() if p.requires_grad]
-        losses: list[Tensor] = []
-        forward_context = replace(model.forward_context, need_final_state=False)
-        link = forward_context.link
-        whole_pass = nullcontext if link is None else link.recordable_pass
-
-        def forward() -> None:
-            with whole_pass():
-                hidden, _ = model(batch.tokens, batch.pos, None, forward_context)
-                loss = model.loss(hidden, batch.labels) * scale
-                total.add_(loss.detach())
-                losses.append(loss)
-
-        def backward() -> None:
-            with whole_pass():
-                losses.pop().backward()
-
-        def both() -> None:
-            forward()
-            backward()
-
         for p, gradient in gradients:
             p.grad = gradient.detach()
-        recorder.warm_up(both)
+        together = schedule.gradient_segments
+        passes = FixedPasses(model, (like.tokens, like.labels, like.pos), schedule, lanes)
+        passes.read_lanes(like.lanes)
+        # each of a step's operations once, in their order
+        operations = StepSchedule(together, together).operations(0, 1, 1)
+        runs = {
+            (operation.kind, role): partial(getattr(passes, operation.kind), role)
+            for operation in operations
+            for role in [role_of(operation.segment, schedule)]
+        }
+
+        def each() -> None:
+            for run in runs.values():
+                run()
+
+        recorder.warm_up(each)
+        saved = _Saved(
+            None if passes.entering is None else passes.entering.memory.rows(together - 2),
+            None if passes.results is None else passes.results.rows(together - 1),
+            passes.given_prints.new_zeros(together - 1, len(passes.given_prints)),
+        )
         copies = [
             (m, m._cast_weight_cache)
             for m in model.modules()
             if isinstance(m, CastWeightCache) and m._cast_weight_cache is not None
         ]
-        passes = recorder.record(forward), recorder.record(backward)
+        replays = {key: recorder.record(run) for key, run in runs.items()}
         read, observer = self._addresses(), self._observer()
         if observer is not None:
             observer.start()  # without the pass that was warming up
-        return _RecordedGraphs(recorder, *passes, batch, scale, total, copies, gradients, read, observer)
+        return _RecordedGraphs(recorder, passes, replays, saved, together, lanes, copies, gradients, read, observer)
 
 
 def _reset_buffers(recorded: _RecordedGraphs) -> None:
-    recorded.total.zero_()
+    recorded.passes.total.zero_()
     torch._foreach_zero_([gradient for _, gradient in recorded.gradients])
     for p, gradient in recorded.gradients:
         p.grad = gradient.detach()  # another tensor over the same memory: an optimizer may give its own other memory
 
 
 class CudaGraphRunner:
-    """Runs a step's operations as MicrobatchRunner does, for sequences not cut in time. total: sum of the scaled losses."""
+    """Runs a step's operations as MicrobatchRunner does. total: sum of the scaled losses."""
 
-    def __init__(self, recorded: _RecordedGraphs, batches: Sequence[Batch[Tensor]]) -> None:
-        self._recorded, self._batches, self.total = recorded, batches, recorded.total
+    def __init__(
+        self, model: LanguageModel, recorded: _RecordedGraphs, batches: Sequence[Batch[Tensor]], schedule: StepSchedule
+    ) -> None:
+        self._model, self._recorded, self._passes = model, recorded, recorded.passes
+        self._batches, self._schedule, self.total = batches, schedule, recorded.passes.total
+        self._comparisons: list[tuple[int, Tensor]] = []
 
     def run_operation(self, operation: Operation) -> None:
+        """Run one operation. Operations must come in the order of the schedule."""
+        role, number = role_of(operation.segment, self._schedule), operation.segment % self._schedule.gradient_segments
         if operation.kind == "backward":
-            self._recorded.backward()
+            self._backward(role, number)
             return
-        own, given = self._recorded.batch, self._batches[operation.micro_batch]
-        for into, x in ((own.tokens, given.tokens), (own.labels, given.labels), (own.pos, given.pos)):
+        batch = self._batches[operation.micro_batch]
+        given = batch.segment(operation.segment, self._schedule.segments)
+        for into, x in zip(self._passes.inputs, (given.tokens, given.labels, given.pos), strict=True):
             into.copy_(x)
-        self._recorded.forward()
+        if operation.kind == "forward_no_grad":
+            self._forward_no_grad(batch.lanes, role, number)
+        elif role in ("first", "between"):
+            self._forward_again(role, number)
+            self._comparisons.append((operation.segment, self._passes.equal_prints[role].clone()))
+        else:
+            self._forward(batch.lanes, role)
 
     def finish(self) -> None:
         """Nothing is left after the last operation."""
 
     def mismatched_states(self) -> list[str]:
-        """Always empty: no segment runs twice."""
-        return []
+        """Names of the States whose bits differed between a segment's two forward passes."""
+        return mismatched_states(self._model, self._comparisons)
+
+    def _forward_no_grad(self, lanes: Sequence[int], role: Role, number: int) -> None:
+        passes, saved = self._passes, self._recorded.saved
+        if role == "first":
+            passes.read_lanes(lanes)
+        elif saved.states is not None and passes.entering is not None:  # the pass overwrites it with what leaves
+            saved.states[number - 1].copy_(passes.entering.memory.block)
+        self._recorded.replays["forward_no_grad", role]()
+        saved.prints[number].copy_(passes.prints[role])
+        if saved.results is not None and passes.results is not None:
+            saved.results[number].copy_(passes.results.block)
+
+    def _forward_again(self, role: Role, number: int) -> None:
+        passes, saved = self._passes, self._recorded.saved
+        if role == "between" and saved.states is not None and passes.entering is not None:
+            passes.entering.memory.block.copy_(saved.states[number - 1])
+        passes.given_prints.copy_(saved.prints[number])
+        if saved.results is not None and passes.results is not None:
+            passes.results.block.copy_(saved.results[number])
+        self._recorded.replays["forward", role]()
+
+    def _forward(self, lanes: Sequence[int], role: Role) -> None:
+        """Of a segment that runs once."""
+        if role == "alone":
+            self._passes.read_lanes(lanes)
+        self._recorded.replays["forward", role]()
+        if self._recorded.lanes is not None:
+            self._recorded.lanes.write(lanes, self._passes.final_states[role])
+
+    def _backward(self, role: Role, number: int) -> None:
+        self._recorded.replays["backward", role]()
+        link = self._model.link
+        if link is not None and link.size == 1 and link.observer is not None:
+            self._passes.observe(link.observer, role, number)

@@ -65,7 +65,7 @@ class StepExecutor:
         schedule: how sequences are split in time; None: not. May be replaced between steps.
         lanes: States carried from step to step (truncated BPTT); None: none.
         anomaly_detector: judges finite losses and norms; None: accepts all.
-        cuda_graphs: record and replay the passes as CUDA graphs; only on one stage, for sequences that are not cut in time.
+        cuda_graphs: record and replay the passes as CUDA graphs; only on one stage, and in segments on one context rank.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class StepExecutor:
         with self.engine.gradients(), fused_grad_accumulation() if trace is None else nullcontext():
             runner: MicrobatchRunner | CudaGraphRunner
             if self._cuda_graphs is not None and trace is None:
-                runner = self._cuda_graphs.runner(batches, scale)
+                runner = self._cuda_graphs.runner(batches, scale, self.schedule, self.lanes)
             else:
                 runner = MicrobatchRunner(self.model, batches, scale, self.schedule, self.lanes, self.model.forward_context)
             for operation in self.schedule.operations(stage.index, stage.count, len(batches)):

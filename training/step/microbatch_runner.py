@@ -75,15 +75,7 @@ class MicrobatchRunner:
 
     def mismatched_states(self) -> list[str]:
         """Names of the States whose bits differed between a segment's two forward passes."""
-        if not self._comparisons:
-            return []
-        names = [f"{leaf.name} of layer {n}" for n, leaves in self._model.state_specs.items() for leaf in leaves]
-        found = []
-        for segment, same in zip(
-            [s for s, _ in self._comparisons], torch.stack([x for _, x in self._comparisons]).tolist(), strict=True
-        ):
-            found += [f"{name}, segment {segment}" for name, equal in zip(names, same, strict=True) if not equal]
-        return found
+        return mismatched_states(self._model, self._comparisons)
 
     def _forward_no_grad(self, n: int, s: int) -> None:
         stage, batch = self._model.stage, self._batches[n].segment(s, self._schedule.segments)
@@ -95,7 +87,7 @@ class MicrobatchRunner:
         if not stage.last:
             assert self._pipeline is not None
             self._pipeline.send("forward", y)
-        self._saved_segments[n, s] = _SavedSegment(None if stage.first else x, again, _fingerprints(final_states))
+        self._saved_segments[n, s] = _SavedSegment(None if stage.first else x, again, fingerprints(final_states, self.total.device))
 
     def _forward(self, n: int, s: int) -> None:
         stage, batch = self._model.stage, self._batches[n].segment(s, self._schedule.segments)
@@ -109,7 +101,7 @@ class MicrobatchRunner:
         with nullcontext() if saved is None else saved.again, self._virtual_segment(n, s):
             y, final_states = self._model(x, batch.pos, initial_states, context)
         if saved is not None:
-            self._comparisons.append((s, _fingerprints(final_states) == saved.fingerprints))
+            self._comparisons.append((s, fingerprints(final_states, self.total.device) == saved.fingerprints))
         elif self._lanes is not None:
             self._emit_state(n, final_states)
         if stage.last:
@@ -180,7 +172,18 @@ class MicrobatchRunner:
         return self._pipeline.irecv(kind, self._model.hidden_shape(batch.tokens), self._model.hidden_dtype).wait()
 
 
-def _fingerprints(states: States) -> Tensor:
+def fingerprints(states: States, device: torch.device) -> Tensor:
     """Fingerprints of all layers' States, int64 [States]."""
     prints = [fingerprint(x) for state in states.values() for x in state.values()]
-    return torch.stack(prints) if prints else torch.zeros(0, dtype=torch.int64)
+    return torch.stack(prints) if prints else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def mismatched_states(model: LanguageModel, comparisons: Sequence[tuple[int, Tensor]]) -> list[str]:
+    """Names of the States whose fingerprints differed. comparisons: (segment, whether they are equal, bool [States])."""
+    if not comparisons:
+        return []
+    names = [f"{leaf.name} of layer {n}" for n, leaves in model.state_specs.items() for leaf in leaves]
+    found = []
+    for segment, same in zip([s for s, _ in comparisons], torch.stack([x for _, x in comparisons]).tolist(), strict=True):
+        found += [f"{name}, segment {segment}" for name, equal in zip(names, same, strict=True) if not equal]
+    return found
