@@ -17,6 +17,7 @@ from support.measured_costs import (
     RECOMPUTED,
     SAVED_WITH,
     SELECTIVELY,
+    SENT_SEQUENCE_LENGTH,
     SENT_WITH,
     SEQUENCE_LENGTH,
     SHARED,
@@ -307,9 +308,8 @@ def test_tensor_ranks_of_every_mixer_exchange_what_is_counted(variant, compute_d
 
 
 def assert_exchanged(measured, variant, compute_dtype, recompute, residual_dtype):
-    arithmetic = Arithmetic(
-        run_of(variant, compute_dtype=compute_dtype, recompute=recompute, residual_dtype=residual_dtype, tensor=2)
-    )
+    types = {"compute_dtype": compute_dtype, "residual_dtype": residual_dtype}
+    arithmetic = Arithmetic(run_of(variant, recompute=recompute, sequence_length=SENT_SEQUENCE_LENGTH, tensor=2, **types))
     per_micro_batch = sum(tensor_volumes(arithmetic).values()) // arithmetic.micro_batches
     assert per_micro_batch == measured["sent"][f"{variant} {compute_dtype} {recompute} {residual_dtype}"]
 

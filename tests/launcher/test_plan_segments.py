@@ -10,6 +10,7 @@ from support.measured_costs import (
     BPTT,
     CUT_SEQUENCE_LENGTH,
     LANES,
+    LONG_OVER_RANKS,
     SEGMENTED,
     SEGMENTED_OVER_RANKS,
     SEGMENTED_OVER_TENSOR,
@@ -92,9 +93,18 @@ def test_recomputed_segments_and_those_of_later_stages_keep_what_is_counted(meas
     )
 
 
-@pytest.mark.parametrize(("variant", "bptt"), SEGMENTED_OVER_RANKS)
+@pytest.mark.parametrize(("variant", "bptt"), [case for case in SEGMENTED_OVER_RANKS if case != LONG_OVER_RANKS])
 def test_segments_over_sequence_ranks_keep_and_send_what_is_counted(measured, variant, bptt):
     """The two ends differ: the first rank sends nothing to the left of a group, the last one hands on what leaves it as a whole."""
+    assert_kept_and_sent_over_ranks(measured, variant, bptt)
+
+
+@pytest.mark.long
+def test_segments_of_bmojo_over_sequence_ranks_keep_and_send_what_is_counted():
+    assert_kept_and_sent_over_ranks(measured_costs.measured("long")["segments"], *LONG_OVER_RANKS)
+
+
+def assert_kept_and_sent_over_ranks(measured, variant, bptt):
     one = arithmetic(variant, bptt, context=2)
     first, last = (measured[f"{variant} {bptt} rank {rank}"] for rank in (0, 1))
     assert_kept(one, last)

@@ -25,6 +25,8 @@ from baton.parallel.tensor import megatron_config
 
 B, T = 2, 53  # spans of eight ranks are as long as the longest tail, and not all of one length
 STATEFUL = [kind for kind, settings in kinds().items() if not settings.small().state_grows]
+HALVES = STATEFUL[::2], STATEFUL[1::2]
+"""Each of some tests' forms has one of them; the long form has every mixer in every form."""
 CPU = torch.device("cpu")
 
 
@@ -177,14 +179,25 @@ def alone(kind, carried, segments):
     return through_the_link(kind, carried, torch.float32, ContextLink(0, [0], CPU), segments)
 
 
+def names_of(kinds):
+    """The id of a form's mixers."""
+    return f"{len(kinds)} mixers, {kinds[0]} first" if isinstance(kinds, list) else str(kinds)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "carried"),
-    [(2, False), (3, True), *(pytest.param(n, True, marks=pytest.mark.long) for n in (2, 4, 8))],
+    ("ranks", "carried", "names"),
+    [
+        (2, False, HALVES[0]),
+        (3, True, STATEFUL),
+        pytest.param(2, False, STATEFUL, marks=pytest.mark.long),
+        *(pytest.param(n, True, STATEFUL, marks=pytest.mark.long) for n in (2, 4, 8)),
+    ],
+    ids=names_of,
 )
-def test_ranks_are_segments_bit_for_bit(pool, single_mesh, ranks, carried):
+def test_ranks_are_segments_bit_for_bit(pool, single_mesh, ranks, carried, names):
     """Outputs, States and cotangents, with a State carried in and a cotangent on the leaving one."""
-    results = pool.run(on_a_rank, STATEFUL, carried, torch.float32, context=ranks)
-    for kind in STATEFUL:
+    results = pool.run(on_a_rank, names, carried, torch.float32, context=ranks)
+    for kind in names:
         rows = [result[kind] for result in results]
         assert_same_bits(rows, by_hand(kind, carried, torch.float32, ranks), kind)
         assert_same_messages(rows, alone(kind, carried, ranks), kind)
@@ -192,28 +205,40 @@ def test_ranks_are_segments_bit_for_bit(pool, single_mesh, ranks, carried):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "segments", "options"),
+    ("ranks", "segments", "options", "names"),
     [
-        (2, 2, {}),
-        pytest.param(2, 2, {"recompute": True}, marks=pytest.mark.long),
-        pytest.param(3, 2, {"at_once": False, "recompute": True}, marks=pytest.mark.long),
-        pytest.param(2, 3, {"at_once": False}, marks=pytest.mark.long),
-        pytest.param(4, 2, {"at_once": False, "recompute": True}, marks=pytest.mark.long),
+        (2, 2, {}, HALVES[0]),
+        (2, 2, {"at_once": False, "recompute": True}, HALVES[1]),
+        pytest.param(2, 2, {}, STATEFUL, marks=pytest.mark.long),
+        pytest.param(2, 2, {"recompute": True}, STATEFUL, marks=pytest.mark.long),
+        pytest.param(3, 2, {"at_once": False, "recompute": True}, STATEFUL, marks=pytest.mark.long),
+        pytest.param(2, 3, {"at_once": False}, STATEFUL, marks=pytest.mark.long),
+        pytest.param(4, 2, {"at_once": False, "recompute": True}, STATEFUL, marks=pytest.mark.long),
     ],
-    ids=str,
+    ids=names_of,
 )
-def test_a_ring_of_ranks_and_segments_is_all_segments_on_one_rank(pool, single_mesh, ranks, segments, options):
+def test_a_ring_of_ranks_and_segments_is_all_segments_on_one_rank(pool, single_mesh, ranks, segments, options, names):
     """Backwards in one call or one per segment; recomputation exchanges nothing."""
-    results = pool.run(on_a_rank, STATEFUL, True, torch.float32, segments, context=ranks, **options)
-    for kind in STATEFUL:
+    results = pool.run(on_a_rank, names, True, torch.float32, segments, context=ranks, **options)
+    for kind in names:
         rows = [result[kind] for result in results]
         assert_same_bits(rows, by_hand(kind, True, torch.float32, ranks * segments), kind)
         assert_same_messages(rows, alone(kind, True, ranks * segments), kind)
         assert_as_counted(rows, alone(kind, True, ranks * segments), kind)
 
 
-@pytest.mark.parametrize("options", [{}, {"at_once": False}, {"recompute": True}], ids=str)
-@pytest.mark.parametrize("kind", STATEFUL)
+ONE_RANK = {}, {"at_once": False}, {"recompute": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param(kind, options, marks=[] if n % len(ONE_RANK) == m else pytest.mark.long)
+        for n, kind in enumerate(STATEFUL)
+        for m, options in enumerate(ONE_RANK)
+    ],
+    ids=str,
+)
 def test_one_rank_with_segments_is_that_rank_handing_states_on(single_mesh, kind, options):
     link = ContextLink(0, [0], CPU)
     result = through_the_link(kind, True, torch.float32, link, 4, **options)
@@ -269,11 +294,20 @@ def test_what_waits_for_the_next_segment_takes_no_more_memory_than_it_needs(sing
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-@pytest.mark.parametrize(("ranks", "segments", "options"), [(3, 1, {}), (2, 2, {"recompute": True})], ids=str)
-def test_effects_sent_early_fold_to_the_same_bits(pool, single_mesh, ranks, segments, options):
+@pytest.mark.parametrize(
+    ("ranks", "segments", "options", "names"),
+    [
+        (3, 1, {}, HALVES[0]),
+        (2, 2, {"recompute": True}, HALVES[1]),
+        pytest.param(3, 1, {}, STATEFUL, marks=pytest.mark.long),
+        pytest.param(2, 2, {"recompute": True}, STATEFUL, marks=pytest.mark.long),
+    ],
+    ids=names_of,
+)
+def test_effects_sent_early_fold_to_the_same_bits(pool, single_mesh, ranks, segments, options, names):
     """Outputs, States and cotangents; what is recomputed, too, begins with what entered."""
-    results = pool.run(on_a_rank, STATEFUL, True, torch.float32, segments, context=ranks, context_comm="early", **options)
-    for kind in STATEFUL:
+    results = pool.run(on_a_rank, names, True, torch.float32, segments, context=ranks, context_comm="early", **options)
+    for kind in names:
         rows = [result[kind] for result in results]
         assert_same_bits(rows, by_hand(kind, True, torch.float32, ranks * segments, "early"), kind)
         assert_as_counted(rows, alone(kind, True, ranks * segments), kind)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.consumed import due, write_corpus
-from support.jobs import RUN, STEPS, Expected, Job, begin_undisturbed, sandbox
+from support.jobs import RUN, SHORT_STEPS, STEPS, Expected, Job, begin_undisturbed, sandbox
 
 from baton.launcher.cluster import load_cluster
 from baton.launcher.config import load
@@ -87,13 +87,23 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+def begin_expected(corpus, folder, steps):
+    """What the small run of so many steps comes to. It is trained in peace beside the first test, once for all tests."""
+    run = folder / "run.yaml"
+    values = RUN | {"name": "undisturbed", "data": corpus.data, "training": RUN["training"] | {"steps": steps}}
+    run.write_text(yaml.safe_dump(values))
+    return Expected(begin_undisturbed(folder / "run", run), due(corpus, load(run, []), steps))
+
+
 @pytest.fixture(scope="session")
 def expected(corpus, tmp_path_factory):
-    """What the small run comes to. It is trained in peace beside the first test, once for all tests."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run = folder / "run.yaml"
-    run.write_text(yaml.safe_dump(RUN | {"name": "undisturbed", "data": corpus.data}))
-    return Expected(begin_undisturbed(folder / "run", run), due(corpus, load(run, []), STEPS))
+    return begin_expected(corpus, tmp_path_factory.mktemp("undisturbed"), STEPS)
+
+
+@pytest.fixture(scope="session")
+def expected_of_fewer(corpus, tmp_path_factory):
+    """Of SHORT_STEPS."""
+    return begin_expected(corpus, tmp_path_factory.mktemp("undisturbed"), SHORT_STEPS)
 
 
 @pytest.fixture

@@ -7,13 +7,15 @@ import re
 import signal
 import subprocess
 
-from support.jobs import CHECKED, LOST_NODE_S, STEPS, sandbox
+from support.jobs import CHECKED, LOST_NODE_S, SHORT_STEPS, sandbox
 
 from baton.slurm.exits import Exit
 
+FEWER = f"training.steps={SHORT_STEPS}"
 
-def test_a_warned_run_saves_requeues_and_finishes_with_the_same_bits(submit, expected):
-    job = submit(preflight=CHECKED)
+
+def test_a_warned_run_saves_requeues_and_finishes_with_the_same_bits(submit, expected_of_fewer):
+    job = submit(FEWER, preflight=CHECKED)
     job.wait_for_step(25)
     (number,) = job.ids("running")
     subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
@@ -21,14 +23,14 @@ def test_a_warned_run_saves_requeues_and_finishes_with_the_same_bits(submit, exp
     first, *_ = job.rows("end")
     assert (first["status"], first["step"] in job.checkpoints()) == (Exit.STOPPED, True), "what was done is saved"
     assert job.wait() == Exit.DONE
-    expected.check(job)
+    expected_of_fewer.check(job, steps=SHORT_STEPS)
     assert [row["job"] for row in job.rows("attempt")] == [number, number], "the same job, requeued"
     assert job.rows("start")[1]["step"] == first["step"], "no step is done twice"
     assert [row["bad"] for row in job.rows("preflight")] == [{}, {}]
 
 
-def test_a_dead_node_and_a_hung_rank_are_found_named_and_survived(submit, expected):
-    job = submit("jobs.max_node_failures=1")
+def test_a_dead_node_and_a_hung_rank_are_found_named_and_survived(submit, expected_of_fewer):
+    job = submit(FEWER, "jobs.max_node_failures=1")
     job.wait_for_step(25)
     (number,) = job.ids("running")
     assert sandbox("fail", "n2").returncode == 0
@@ -56,7 +58,7 @@ def test_a_dead_node_and_a_hung_rank_are_found_named_and_survived(submit, expect
     assert [row["node"] for row in job.rows("excluded")] == ["n2", node]
     assert not {"n2", node} & set(job.rows("attempt")[2]["nodes"])
     assert job.wait() == Exit.DONE
-    expected.check(job)
-    assert STEPS in job.checkpoints()
+    expected_of_fewer.check(job, steps=SHORT_STEPS)
+    assert SHORT_STEPS in job.checkpoints()
     assert json.loads((job.folder / "attempts" / "0002" / "ending").read_text())["suspects"] == [node]
     assert os.path.realpath(job.folder / "attempts" / "latest").endswith("0003")

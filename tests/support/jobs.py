@@ -22,6 +22,8 @@ TOOL = Path(__file__).resolve().parents[1] / "tools" / "slurm-sandbox"
 
 STEPS = 150
 """Of the small run: some fifteen seconds on two shared cores, so that something can happen to it."""
+SHORT_STEPS = 100
+"""Of the same run in `make test`."""
 
 LOST_NODE_S, HANG_S = 15, 20
 """Long beside what a rank or an agent may be kept waiting for a core of a machine that does other things as well."""

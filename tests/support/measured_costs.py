@@ -14,6 +14,8 @@ from baton.launcher.config import RunConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 
 BATCH, SEQUENCE_LENGTH = 2, 96
+SENT_SEQUENCE_LENGTH = 24
+"""Of what tensor ranks exchange, all of which is proportional to it."""
 
 # settings that change what is kept, beside each kind's small ones
 VARIANTS = {
@@ -122,6 +124,8 @@ def _with_recurrences_of_their_own():
 
 GATHERED = _with_recurrences_of_their_own()
 SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPTT if bptt == "truncated" or variant == "gla"]
+LONG_OVER_RANKS = ("bmojo", "truncated")
+"""The one that takes longest is in the long form."""
 
 # every two values of the three meet
 SEGMENTED_OVER_TENSOR = [
@@ -164,7 +168,7 @@ def measured(form="quick"):
 
 def measure(form):
     """Print, as JSON, what the variants' models keep and send on one rank, and what a step sends of ZeRO and of stages. form:
-    "quick", or "long", in which all mixers send with each of SENT_WITH."""
+    "quick", or "long", in which all mixers send with each of SENT_WITH, and all of SEGMENTED_OVER_RANKS are measured."""
     import gc
 
     import torch
@@ -300,7 +304,7 @@ def measure(form):
     meshes.shutdown()
 
     mesh = meshes.initialize(run_of("mamba", tensor=2).layout, device=torch.device("cpu"), rank=0, store=None)
-    results["sent"] = {}
+    results["sent"], read = {}, batch(SENT_SEQUENCE_LENGTH)
     for variant in EXCHANGED:
         for compute_dtype, recompute, residual_dtype in SENT_WITH if form == "long" else sent_with(variant):
             model, _ = model_of(variant, compute_dtype, recompute, 2, residual_dtype=residual_dtype)
@@ -482,7 +486,8 @@ def measure(form):
     for bptt in BPTT:
         for variant in SEGMENTED:
             found[f"{variant} {bptt}"] = passes_of(variant, bptt)
-            for rank in (0, 1) if (variant, bptt) in SEGMENTED_OVER_RANKS else ():
+            over_ranks = (variant, bptt) in SEGMENTED_OVER_RANKS and (form == "long" or (variant, bptt) != LONG_OVER_RANKS)
+            for rank in (0, 1) if over_ranks else ():
                 found[f"{variant} {bptt} rank {rank}"] = passes_of(variant, bptt, rank, context=2)
         found[f"gla {bptt} again"] = passes_of("gla", bptt, recompute="full")
         found[f"gla {bptt} stage"] = passes_of("gla", bptt, 1, pipeline=STAGES)
