@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -216,7 +217,10 @@ class _Search:
                 if is_transient(error):
                     raise unreadable(folder, error) from error
                 raise DataError(f"cannot read the folder {folder}: {error.strerror}; make it readable or exclude it") from error
-            saved = _saved_files(folder) if any(entry.name == "state.json" for entry in found) else None
+            names = {entry.name for entry in found}
+            saved = _saved_files(folder, names) if "state.json" in names else None
+            if "dataset_dict.json" in names:
+                _refuse_splits(folder)
             for entry in found:
                 path = folder / entry.name
                 if saved is not None and entry.name.endswith(".arrow") and entry.name not in saved:
@@ -250,17 +254,40 @@ class _Search:
             yield InputFile(name, str(path), status.st_size, status.st_mtime_ns), real
 
 
-def _saved_files(folder: Path) -> set[str] | None:
+def _saved_files(folder: Path, names: set[str]) -> set[str] | None:
     """The .arrow files of a dataset that Hugging Face's `datasets` saved to a folder; None: it is something else. Others in it are
-    caches. Raises DataError: one is missing."""
+    caches. names: all in it. Raises DataError: one is missing, or the list of them is damaged."""
     try:
-        named = {entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        named = {str(entry["filename"]) for entry in _saved_object(folder / "state.json")["_data_files"]}
+    except (ValueError, LookupError, TypeError):
+        if "dataset_info.json" not in names:
+            return None
+        raise DataError(f"{folder / 'state.json'} does not say which files the saved dataset has; restore it") from None
     missing = sorted(name for name in named if not (folder / name).exists())
     if missing:
         raise DataError(f"{folder} lacks {missing[0]}, one of the {len(named)} files that its state.json names; restore it")
     return named
+
+
+def _refuse_splits(folder: Path) -> None:
+    """Raises DataError for a folder of several splits of `datasets`: that for tests would be trained on."""
+    try:
+        splits = [str(name) for name in _saved_object(folder / "dataset_dict.json")["splits"]]
+    except (ValueError, LookupError, TypeError):
+        return
+    if len(splits) > 1:
+        raise DataError(
+            f"{folder} has the splits {', '.join(splits)}; name the folders of those to take, such as {folder / splits[0]}"
+        )
+
+
+def _saved_object(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        if is_transient(error):
+            raise unreadable(path, error) from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
 
 
 def _ending(name: str) -> str:

@@ -23,7 +23,7 @@ from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.files import fingerprint, write_atomically, write_json
 from baton.data_pipeline.input_files import InputFiles, find_input_files
 from baton.data_pipeline.input_pieces import split_source
-from baton.data_pipeline.prepare_plan import PARTS, claimed_folder, make_plan, make_tasks, unreadable
+from baton.data_pipeline.prepare_plan import PARTS, claimed_folder, forget_finished, make_plan, make_tasks, unreadable
 from baton.data_pipeline.prepare_workers import PrepareTask, TaskRecord, record_path, run_tasks
 from baton.data_pipeline.progress import Progress, shown
 from baton.data_pipeline.shards import (
@@ -40,6 +40,7 @@ from baton.data_pipeline.shards import (
     index_name,
     unit_starts,
 )
+from baton.data_pipeline.token_files import without_separators
 from baton.data_pipeline.tokenizer import Losses, load_tokenizer
 
 
@@ -65,8 +66,7 @@ class PrepareReport:
         lines += [f"  {split}: {describe_totals(total)}" for split, total in self.totals.items()]
         count = sum(self.rejected.values())
         if count:
-            reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(self.rejected.items()))
-            lines.append(f"  rejected: {count:,} ({reasons}); all are listed in {Path(self.path, REJECTED)}")
+            lines.append(f"  rejected: {count:,} ({_reasons(self.rejected)}); all are listed in {Path(self.path, REJECTED)}")
             lines += [f"    {example}" for example in self.examples]
         else:
             lines.append("  rejected: none")
@@ -123,6 +123,8 @@ def prepare(
         if ids and loaded is not None:
             separator = loaded.eod_id if separator_id is None else separator_id
             of_ids = IdsConfig(dtype=ids_dtype, separator_id=separator, field=ids_field, vocab_size=loaded.vocab_size)
+            if separator >= loaded.vocab_size:
+                raise DataError(f"separator_id {separator}: the tokenizer has 0 <= id < {loaded.vocab_size}; correct it")
         if include is None:
             include = DEFAULT_IDS_INCLUDE if ids else DEFAULT_INCLUDE
         settings = PrepareConfig(
@@ -152,15 +154,18 @@ def prepare(
             records, failures = run_tasks(tasks, _moved_already(folder, tasks), processes, advance)
         if failures:
             raise unreadable(folder, failures, tasks)
-        summaries = _publish(folder, parts, records, settings, "text" if loaded is None else "tokens")
         rejected = [asdict(entry) for entry in found.left] + [entry for record in records for entry in record.rejected]
+        counts = dict(sorted(Counter(str(entry["reason"]) for entry in rejected).items()))
+        if not any(shard.split == "train" for record in records for shard in record.shards):
+            forget_finished(parts)  # so that the folder does not refuse corrected settings
+            raise DataError(_no_document(len(sources), counts, rejected, settings.validation_fraction))
+        summaries = _publish(folder, parts, records, settings, "text" if loaded is None else "tokens")
         lines = [json.dumps(entry) + "\n" for entry in rejected]
         write_atomically(folder / REJECTED, "".join(lines).encode())
-        counts = dict(sorted(Counter(str(entry["reason"]) for entry in rejected).items()))
         units = unit_index_bytes(folder, summaries)
         write_atomically(folder / UNITS, units)
         dataset = _dataset(plan, summaries, counts, vocabulary)
-        remarks = found.remarks()
+        remarks = found.remarks() + (() if of_ids is None else without_separators(sources, of_ids))
         if loaded is not None and loaded.lossy and ids:
             why = "the ids' own text is not known, and bytes of text are those of the decoded ids"
             remarks += (f"the tokenizer is lossy ({', '.join(loaded.lossy)}): {why}",)
@@ -169,10 +174,6 @@ def prepare(
             dataset["losses"] = asdict(losses)
             remarks += (losses.describe(loaded.lossy),)
         dataset["units"] = {"bytes": len(units), "sha256": hashlib.sha256(units).hexdigest()}
-        if not any(summary.split == "train" for summary in summaries):
-            raise DataError(
-                f"no document for training in {len(sources)} input files (rejected: {counts or 'none'}); see {folder / REJECTED}"
-            )
         write_json(folder / DATASET, dataset)
         examples = tuple(_describe_rejected(entry) for entry in rejected[:5])
         kept = sum(record.kept for record in records)
@@ -187,6 +188,21 @@ def prepare(
             kept,
             time.monotonic() - began,
         )
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ", ".join(f"{number:,} {reason}" for reason, number in sorted(counts.items()))
+
+
+def _no_document(sources: int, counts: dict[str, int], rejected: Sequence[dict[str, Any]], fraction: float) -> str:
+    """What to say when nothing is left to train on. fraction: of documents that are held out."""
+    if rejected:
+        why = f"rejected: {_reasons(counts)}, such as {_describe_rejected(rejected[0])}"
+    else:
+        why = (
+            f"they are empty, or their documents are all among the {fraction:g} that are held out" if fraction else "they are empty"
+        )
+    return f"no document for training in {sources:,} input files ({why}); correct the inputs or the settings"
 
 
 def _describe_rejected(entry: dict[str, Any]) -> str:

@@ -84,7 +84,7 @@ def claimed_folder(folder: Path, plan: dict[str, Any], pieces: Sequence[InputPie
         raise DataError(f"{folder} is a file; choose a folder for the dataset")
     if not (folder / PLAN).exists() and folder.exists() and any(path.name != PARTS for path in folder.iterdir()):
         raise DataError(f"{folder} holds files that are not a dataset; choose an empty or new folder")
-    parts = folder / PARTS
+    parts, made = folder / PARTS, not folder.exists()
     if (folder / DATASET).exists() and not parts.exists():  # nothing will be written, so no lock is needed
         yield _agreed(folder, plan, pieces)
         return
@@ -110,9 +110,18 @@ def claimed_folder(folder: Path, plan: dict[str, Any], pieces: Sequence[InputPie
             if not any(parts.glob(_RECORDS)):  # nothing to go on from: leave nothing that would refuse corrected settings
                 (folder / PLAN).unlink()
                 _remove_parts(parts, held)
+                if made:
+                    with suppress(OSError):  # there is something else in it by now
+                        folder.rmdir()
             raise
         if (folder / DATASET).exists():
             _remove_parts(parts, held)
+
+
+def forget_finished(parts: Path) -> None:
+    """Give up the finished parts in a claimed folder, which is then left as it was found."""
+    for path in parts.glob(_RECORDS):
+        path.unlink()
 
 
 def _remove_parts(parts: Path, lock: ExitStack) -> None:

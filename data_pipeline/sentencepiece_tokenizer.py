@@ -42,6 +42,8 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             model.ParseFromString(content)
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+            if not model.pieces:  # an empty file is a valid message of nothing
+                raise ValueError("no pieces")
         except Exception as error:
             raise DataError(
                 f"the tokenizer {path} is damaged or not a SentencePiece model (nor a tokenizer.json); restore it or train one"

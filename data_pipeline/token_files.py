@@ -8,7 +8,7 @@ is read. The separator that ends a document is dropped: a dataset has none, and 
 import io
 import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -163,8 +163,8 @@ def _flat(source: InputFile, ids: IdsConfig) -> AnyIds:
     if source.name.endswith(".npy"):
         try:
             array: AnyIds = np.load(source.path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise InputError(source.name, source.path, f"it is no sound .npy array ({error})") from error
+        except (ValueError, EOFError) as error:  # whose text advises to load what is no array as a pickle
+            raise InputError(source.name, source.path, "it is no sound .npy array of numbers") from error
         if array.ndim != 1 or array.dtype.kind not in "ui":
             raise InputError(
                 source.name, source.path, f"it is an array of shape {array.shape} and type {array.dtype}, not a list of integer ids"
@@ -185,10 +185,8 @@ def _flat(source: InputFile, ids: IdsConfig) -> AnyIds:
 
 def _look(source: InputFile, array: AnyIds, ids: IdsConfig) -> None:
     """Look at some of a flat file's ids before it is read: raises InputError if they are of another tokenizer or type."""
-    last = max(0, len(array) - _LOOK)
     zeros = not source.name.endswith(".npy") and array.dtype.itemsize == 2 and len(array) >= 64
-    for at in sorted({last * i // _LOOKS & ~1 for i in range(_LOOKS)} | {last}):
-        found = array[at : at + _LOOK]
+    for at, found in _looks(array):
         if len(found) and not 0 <= int(found.min()) <= int(found.max()) < ids.vocab_size:
             wrong = at + int(np.flatnonzero((found < 0) | (found >= ids.vocab_size))[0])
             raise InputError(
@@ -202,6 +200,26 @@ def _look(source: InputFile, array: AnyIds, ids: IdsConfig) -> None:
         raise InputError(
             source.name, source.path, f"every second id is 0, as in uint32 read as {ids.dtype}; set --ids-dtype uint32"
         )
+
+
+def _looks(array: AnyIds) -> Iterator[tuple[int, AnyIds]]:
+    """Ids from places all over an array, and where these begin."""
+    last = max(0, len(array) - _LOOK)
+    for at in sorted({last * i // _LOOKS & ~1 for i in range(_LOOKS)} | {last}):
+        yield at, array[at : at + _LOOK]
+
+
+def without_separators(sources: Sequence[InputFile], ids: IdsConfig) -> tuple[str, ...]:
+    """A line about flat files in which no separator was seen, and which are therefore one document each: another id may separate
+    their documents."""
+    flat = [source for source in sources if source.name.endswith((".bin", ".npy")) and megatron_index(source) is None]
+    long = [source for source in flat if not any((found == ids.separator_id).any() for _, found in _looks(_flat(source, ids)))]
+    if not long:
+        return ()
+    more = f" and {len(long) - 1} more" if len(long) > 1 else ""
+    return (
+        f"{long[0].name}{more}: the separator {ids.separator_id} was not seen; if another one ends documents, give --separator-id",
+    )
 
 
 def _between_separators(array: AnyIds, start: int, stop: int, separator_id: int) -> Iterator[tuple[int, AnyIds]]:

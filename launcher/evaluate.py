@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, cast
 
 import torch
@@ -42,10 +43,14 @@ class Sheet:
     """
 
     def __init__(self, path: Path, run: Path | None = None) -> None:
-        """Raises ConfigError if `path` cannot be written, so that a long evaluation does not lose its result at the end."""
+        """Raises ConfigError if `path` cannot be written, so that a long evaluation does not lose its result at the end. The first
+        row makes the file."""
         self._path, self._run = path, run
         try:
-            path.open("a").close()
+            if path.exists():
+                path.open("a").close()
+            else:
+                TemporaryFile(dir=path.parent).close()
         except OSError as error:
             if is_transient(error):
                 raise

@@ -116,7 +116,7 @@ def evaluate_tasks(
 ) -> None:
     """lm_eval's metrics of each task; appends a row to evaluations.jsonl.
 
-    Raises ConfigError for unknown tasks, and where lm_eval is not installed.
+    Raises ConfigError for unknown tasks, for those whose file or data lm_eval cannot use, and where lm_eval is not installed.
     """
     try:
         from lm_eval import simple_evaluate
@@ -135,16 +135,24 @@ def evaluate_tasks(
         raise ConfigError(f"--tasks: {unknown[0]}: no such task; see `lm-eval ls tasks`, or give your own folder with --include")
     checkpoint, row, folder = _found(place, step)
     sheet = sheet_of(folder, out)
-    loaded = _loaded(place, checkpoint, step, device)
-    found = simple_evaluate(
-        HarnessModel(loaded, batch),
-        tasks=list(tasks),
-        num_fewshot=shots,
-        limit=limit,
-        task_manager=managers[0],
-        bootstrap_iters=1000,
-        log_samples=False,
-    )
+    model = HarnessModel(_loaded(place, checkpoint, step, device), batch)
+    try:
+        found = simple_evaluate(
+            model,
+            tasks=list(tasks),
+            num_fewshot=shots,
+            limit=limit,
+            task_manager=managers[0],
+            bootstrap_iters=1000,
+            log_samples=False,
+        )
+    except Exception as error:
+        if model.answering:
+            raise
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(
+            f"--tasks {','.join(tasks)}: lm_eval cannot use them ({said}); correct the task's file or its data"
+        ) from error
     results = {task: {key: x for key, x in of.items() if isinstance(x, int | float)} for task, of in found["results"].items()}
     sheet.write({**row, "tasks": results, "shots": shots, "limit": limit})
 

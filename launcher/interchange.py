@@ -1,36 +1,34 @@
 """`baton import` and `baton export`: models in the folders of other libraries, read and written as files.
 
-A folder has config.json and the weights: model.safetensors, or several files with model.safetensors.index.json, or PyTorch's .bin
-files. Nothing is written before everything was read and checked.
+Nothing is written before everything was read and checked.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
 
 import torch
 import yaml
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.data_pipeline.config import ShardsConfig
 from baton.data_pipeline.errors import UnknownEodError
-from baton.data_pipeline.files import LFS_POINTER, write_atomically
+from baton.data_pipeline.files import write_atomically
 from baton.data_pipeline.sentencepiece_tokenizer import SentencePieceTokenizer
 from baton.data_pipeline.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, tokenizer_files
 from baton.data_pipeline.tokenizer_json import as_tokenizer_json, tokenizer_config
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
+from baton.launcher.model_folder import INDEXES, check_numbers, read_object, read_tensors
 from baton.launcher.run_directory import read_config
 from baton.models.config import ModelConfig, padding_to_rows
 from baton.models.interchange.conversion import convert
+from baton.models.interchange.kinds import check_kinds
 from baton.models.interchange.mapping import InterchangeError, to_ours, to_theirs
 from baton.models.interchange.registry import family_of_config, family_of_model
 from baton.training.checkpoint.manifest import Manifest
@@ -38,11 +36,6 @@ from baton.training.checkpoint.tools import newest_whole, whole_weights, write_w
 
 SHARD_BYTES = 5 << 30
 """Bytes of an exported file at most; larger models are written as several with an index."""
-
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types of weights that are read."""
-SINGLE = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
@@ -73,25 +66,28 @@ def read_model(folder: Path, vocabulary: Vocabulary | None = None) -> ReadModel:
     Raises ConfigError for a folder that is none, an unknown architecture, tensors that are missing, unknown, of other shapes,
     of other types than DTYPES, or not finite, and for a tokenizer with more ids than the embedding has rows.
     """
-    config = _json(folder / "config.json")
+    config = read_object(folder / "config.json")
     try:
+        check_kinds(config)
         family = family_of_config(config)
-        settings = family.model(config)
-        model = ModelConfig.model_validate(settings)
-        ignored = [family.head] if model.tie_embeddings else []
-        theirs = dict(_tensors(folder))
-        if model.tie_embeddings and family.head in theirs and not torch.equal(theirs[family.head], theirs[family.embedding]):
-            raise InterchangeError(f"tie_word_embeddings is true, but {family.head} is not {family.embedding}")
-        _check_numbers(theirs)
-        ours = {name: x.float() for name, x in to_ours(family.maps(model), theirs, ignored).items()}
+        model = ModelConfig.model_validate(family.model(config))
+        theirs = read_tensors(folder)
+        check_numbers(theirs)
+        head, embedding = family.head, theirs.get(family.embedding)
+        if model.tie_embeddings and head in theirs and embedding is not None and not torch.equal(theirs[head], embedding):
+            raise InterchangeError(f"tie_word_embeddings is true, but {head} is not {family.embedding}")
+        ours = to_ours(family.maps(model), theirs, [head] if model.tie_embeddings else [])
+        ours = {name: x.float() for name, x in ours.items()}
     except InterchangeError as error:
         raise ConfigError(f"{folder}: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"{folder}: config.json: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        place = "".join(f"{part}." for part in first["loc"])[:-1]
+        said = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{folder}: config.json: {place}{': ' if place else ''}{said}") from None
     except ValueError as error:
         raise ConfigError(f"{folder}: config.json: {error}") from None
-    embedding = theirs[family.embedding]
+    assert embedding is not None  # `to_ours` has read it
     if vocabulary is not None:
         require_rows(vocabulary, len(embedding), folder)
         padding = padding_to_rows(vocabulary.size, model.padded_vocab_size, model.pad_vocab_to)
@@ -131,9 +127,9 @@ def _added_ids(folder: Path) -> list[int]:
     """Ids that are added to a tokenizer by the files beside it. Raises ConfigError for a file that cannot be read."""
     found: list[int] = []
     if (path := folder / "added_tokens.json").is_file():
-        found += [number for number in _json(path).values() if isinstance(number, int)]
+        found += [number for number in read_object(path).values() if isinstance(number, int)]
     if (path := folder / "tokenizer_config.json").is_file():
-        found += [int(number) for number in _json(path).get("added_tokens_decoder") or () if str(number).isdecimal()]
+        found += [int(number) for number in read_object(path).get("added_tokens_decoder") or () if str(number).isdecimal()]
     return found
 
 
@@ -146,9 +142,16 @@ def import_model(
     to, keep_attention: write a recurrent model instead, and a part of its weights (models.interchange.conversion).
     say: called with a line about the vocabulary, which is that of the folder's tokenizer.
 
-    Raises ConfigError for what `read_model` and a conversion refuse, and a place that cannot be written; DataError for a damaged
-    tokenizer.
+    Raises ConfigError for what `read_model` and a conversion refuse, for files that are there already, and a place that cannot be
+    written; DataError for a damaged tokenizer.
     """
+    if keep_attention and to is None:
+        raise ConfigError(f"--keep-attention 1/{keep_attention} is for a conversion; name the mixer with --to as well")
+    if out.name in ("", ".."):
+        raise ConfigError(f"--out {out}: names no file; give NAME or FOLDER/NAME")
+    weights, section = out.with_name(f"{out.name}.safetensors"), out.with_name(f"{out.name}.yaml")
+    if there := [path for path in (weights, section) if os.path.lexists(path)]:
+        raise ConfigError(f"{there[0]} is there already; give another name with --out, or delete it")
     vocabulary, remark = _folder_vocabulary(folder)
     read = read_model(folder, vocabulary)
     model, library, weights_of_model = read.model, read.library, read.weights
@@ -159,13 +162,16 @@ def import_model(
             raise ConfigError(f"{folder}: {error}") from None
     text = f"# {library}, read from {folder.resolve().name} by `baton import`\n"
     text += yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False)
-    weights, section = out.with_name(f"{out.name}.safetensors"), out.with_name(f"{out.name}.yaml")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out.parent}: cannot be made ({error.strerror}); choose another place") from None
     write_weights(weights_of_model, weights, {"from": library})
-    write_atomically(section, text.encode())
+    try:
+        write_atomically(section, text.encode())
+    except Exception:
+        weights.unlink()
+        raise
     say(_vocabulary_line(read, vocabulary) + remark)
     return model, library
 
@@ -237,88 +243,6 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
         shutil.rmtree(aside, ignore_errors=True)
         raise ConfigError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
     return checkpoint, family.library
-
-
-# ---------------------------------------------------------------------------------------------------------------------- reading
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """An object, without two values of one name. Raises ConfigError."""
-
-    def named(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-            raise ConfigError(f"{path}: {twice} is there twice; download it again")
-        return found
-
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=named)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a folder with config.json and weights") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: not an object")
-    return found
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a folder. Raises ConfigError for a file that is missing, cannot be read, or runs code."""
-    files = next((name for name in SINGLE if (folder / name).exists()), None)
-    if files is not None:
-        yield from _file(folder / files).items()
-        return
-    index = next((name for name in INDEXES if (folder / name).exists()), None)
-    if index is None:
-        raise ConfigError(f"{folder}: no weights; none of {', '.join((*SINGLE, *INDEXES))} is there")
-    places = _json(folder / index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) and Path(name).name == name for name in places.values()):
-        raise ConfigError(f"{folder / index}: no weight_map from tensors to files of this folder")
-    if missing := sorted({name for name in places.values() if not (folder / name).is_file()}):
-        raise ConfigError(f"{folder}: {missing[0]} is missing, which {index} names; download it again")
-    for name in dict.fromkeys(places.values()):
-        found = _file(folder / name)
-        if others := [key for key in found if places.get(key) != name]:
-            where = places.get(others[0])
-            said = f"has it in {where}" if where else "does not name it"
-            raise ConfigError(f"{folder / name}: {others[0]} is in this file, and {index} {said}; download all files again")
-        for key in [key for key, where in places.items() if where == name]:
-            if key not in found:
-                raise ConfigError(f"{folder / name}: no tensor {key}, which {index} says is there")
-            yield key, found[key]
-
-
-def _file(path: Path) -> dict[str, Tensor]:
-    try:
-        with path.open("rb") as file:
-            if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise ConfigError(
-                    f"{path}: the file that Git LFS would put there is not there yet; run `git lfs pull` in its folder"
-                )
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError:
-        raise ConfigError(f"{path}: a pickle that would run code; give safetensors files") from None
-    except (OSError, SafetensorError, RuntimeError, EOFError) as error:
-        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); download it again") from None
-    if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
-        raise ConfigError(f"{path}: not a dictionary of tensors")
-    return found
-
-
-def _check_numbers(tensors: dict[str, Tensor]) -> None:
-    """Raises InterchangeError for numbers that are no weights."""
-    for name, x in tensors.items():
-        if x.dtype not in DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise InterchangeError(
-                f"{name} is of {str(x.dtype).removeprefix('torch.')}; Baton reads {known}, which are not quantised"
-            )
-        if (others := x.numel() - int(x.isfinite().sum())) > 0:
-            raise InterchangeError(f"{others} of {x.numel()} values of {name} are not finite; take the weights of an earlier step")
 
 
 # ---------------------------------------------------------------------------------------------------------------------- writing

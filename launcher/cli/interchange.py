@@ -9,7 +9,9 @@ from baton.launcher.cli.arguments import Subparsers, add_command, positive_int
 def add(commands: Subparsers) -> None:
     read = add_command(commands, "import", _import, "read a model of another library: settings and weights for a run")
     read.add_argument("folder", type=Path, metavar="FOLDER", help="has config.json, and weights as safetensors or .bin files")
-    read.add_argument("--out", type=Path, required=True, metavar="NAME", help="writes NAME.yaml and NAME.safetensors")
+    read.add_argument(
+        "--out", type=Path, required=True, metavar="NAME", help="writes NAME.yaml and NAME.safetensors, which do not exist yet"
+    )
     read.add_argument(
         "--to",
         choices=("gsa", "gla", "retnet", "gated_delta_net"),

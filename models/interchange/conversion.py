@@ -85,6 +85,8 @@ def convert(
         )
     sizes = (*attention.head_counts(model.d_model), attention.head_dim)
     kept = [number for number in range(model.n_layers) if keep_attention and (number + 1) % keep_attention == 0]
+    if keep_attention and not kept:
+        raise InterchangeError(f"keep_attention=1/{keep_attention} keeps that of none of {model.n_layers} layers; leave it out")
     pattern = [f"{target}+{mlp}"] * max(1, keep_attention)
     if kept:
         pattern[-1] = f"{name}+{mlp}"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from baton.models.interchange.family import only
+from baton.models.interchange.family import only, required
 from baton.models.interchange.fla import QKV, Fla, expansions, per_head
 from baton.models.settings import MixerConfig
 from baton.models.settings.delta_net import DeltaNetConfig
@@ -73,7 +73,7 @@ class FlaGatedDeltaNet(_FlaDeltaRule):
     }
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        heads, d_key = config.get("num_heads", 6), config.get("head_dim", 256)
+        heads, d_key = config.get("num_heads", 6), required({"head_dim": 256, **config}, "head_dim")
         if config.get("output_gate_activation", "swish") != "silu":
             only(config, "output_gate_activation", "swish", "swish")
         return {
@@ -116,7 +116,7 @@ class FlaKDA(_FlaDeltaRule):
     }
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        d_key = config.get("head_dim", 128)
+        d_key = required({"head_dim": 128, **config}, "head_dim")
         return {
             "heads": config.get("num_heads", 16),
             "v_heads": config.get("num_v_heads"),

@@ -333,8 +333,23 @@ def test_a_failed_start_does_not_refuse_corrected_settings(make, tmp_path):
     fill(tmp_path / "in", {"a.jsonl.gz": b"broken", "b.txt": b"good"})
     with pytest.raises(DataError, match=r"a\.jsonl\.gz"):
         make()
-    assert contents(tmp_path / "out") == {}
+    assert not (tmp_path / "out").exists()
     make(exclude=["*.gz"], validation_fraction=0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "corrected", "message"),
+    [
+        ({}, {"text_field": "body"}, r"rejected: 1 missing field, such as in/a.jsonl record 0: .*no field 'text' among 'body'"),
+        ({"text_field": "body", "validation_fraction": 0.999}, {"text_field": "body"}, "all among the 0.999 that are held out"),
+    ],
+)
+def test_a_dataset_without_documents_does_not_refuse_corrected_settings(make, tmp_path, given, corrected, message):
+    fill(tmp_path / "in", {"a.jsonl": b'{"body": "a page"}\n'})
+    with pytest.raises(DataError, match=message):
+        make(**given)
+    assert not (tmp_path / "out").exists()
+    make(**{"validation_fraction": 0.0, **corrected})
 
 
 def test_parquet_without_a_text_column_says_which_there_are(make, tmp_path):

@@ -118,9 +118,18 @@ def test_a_saved_dataset_of_text_is_read_without_its_caches(texts, tmp_path, qui
         prepare([tmp_path / "saved" / name], tmp_path / name, validation_fraction=0.0, workers=1, progress=quiet)
         assert list(documents(Dataset.open(tmp_path / name), "train")) == theirs[name]["text"]
     next((tmp_path / "saved" / "train").glob("data-*.arrow")).unlink()
+    before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=r"lacks data-.*restore it"):
-        prepare([tmp_path / "saved"], tmp_path / "out", workers=1, progress=quiet)
-    assert not (tmp_path / "out").exists()
+        prepare([tmp_path / "saved" / "train"], tmp_path / "out", workers=1, progress=quiet)
+    for above in (tmp_path / "saved", tmp_path):
+        with pytest.raises(
+            DataError, match=r"saved has the splits train, test; name the folders of those to take, such as .*saved/train"
+        ):
+            prepare([above], tmp_path / "out", workers=1, progress=quiet)
+    (tmp_path / "saved" / "test" / "state.json").write_text('{"_data_files": [')
+    with pytest.raises(DataError, match=r"state.json does not say which files the saved dataset has; restore it"):
+        prepare([tmp_path / "saved" / "test"], tmp_path / "out", workers=1, progress=quiet)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_npy_members_of_webdatasets_own_writer(ids, take, tmp_path):
@@ -246,6 +255,23 @@ def test_ids_of_another_type_or_tokenizer_are_refused_before_anything_is_written
     with pytest.raises(DataError, match="name it with --tokenizer"):
         prepare([narrow], tmp_path / "out", ids=True)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_separator_that_is_in_no_file_is_said(tokenizer, tmp_path, quiet):
+    ids = np.array([5, 6, tokenizer.eod_id, 7] * 99, np.uint16)
+    ids.tofile(tmp_path / "a.bin")
+    np.save(tmp_path / "b.npy", ids)
+    settings = {"ids": True, "tokenizer": tokenizer.path, "workers": 1, "validation_fraction": 0.0, "progress": quiet}
+    words = ["a.bin", "b.npy"]
+    reports = [
+        prepare([tmp_path / name for name in words], tmp_path / f"out{number}", separator_id=number, **settings)
+        for number in (8, tokenizer.eod_id)
+    ]
+    (line,) = reports[0].remarks
+    assert line == "a.bin and 1 more: the separator 8 was not seen; if another one ends documents, give --separator-id"
+    assert reports[1].remarks == ()
+    with pytest.raises(DataError, match=r"separator_id 420: the tokenizer has 0 <= id < 420"):
+        prepare([tmp_path / "a.bin"], tmp_path / "out", separator_id=420, **settings)
 
 
 def test_an_id_beyond_the_vocabulary_is_found_wherever_it_is(take, tmp_path, tokenizer):

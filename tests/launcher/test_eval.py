@@ -87,7 +87,7 @@ def test_a_process_that_is_ended_leaves_no_row(here, undisturbed, tmp_path, caps
     out = tmp_path / "rows.jsonl"
     assert main(["eval", str(undisturbed), "--device", "cpu", "--data", str(here.shards), "--ranks", "2", "--out", str(out)]) == 1
     assert capsys.readouterr().err == "baton: a process was ended, maybe for lack of memory; give fewer --ranks\n"
-    assert out.read_text() == ""
+    assert not out.exists()
 
 
 def test_loss_by_position_is_that_of_tokens_seen_before(here, undisturbed, tmp_path):
@@ -197,7 +197,7 @@ def test_long_texts_that_cannot_be_made_are_one_line(words, said, here, undistur
     out = tmp_path / "found.jsonl"
     assert main(["eval", str(undisturbed), "--device", "cpu", "--out", str(out), "--long-context", *words]) == 2
     assert said in capsys.readouterr().err
-    assert not out.exists() or not out.read_text()
+    assert not out.exists()
 
 
 # ------------------------------------------------------------------------------------------------------------------------ lm_eval
@@ -266,6 +266,11 @@ def harness(tmp_path_factory):
         where = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(root / "rows.jsonl")}}, "test_split": "test"}
         for task in (CHOICE, ROLLING, WRITING):
             (root / "tasks" / f"{task['task']}.yaml").write_text(yaml.safe_dump({**task, **where}))
+        (root / "tasks" / "no_field.yaml").write_text(
+            yaml.safe_dump({**CHOICE, **where, "task": "no_field", "doc_to_choice": "{{choice}}"})
+        )
+        where["dataset_kwargs"] = {"data_files": {"test": str(root / "none.jsonl")}}
+        (root / "tasks" / "no_data.yaml").write_text(yaml.safe_dump({**CHOICE, **where, "task": "no_data"}))
         yield root, model, tokenizer
 
 
@@ -358,11 +363,14 @@ def test_samples_are_of_their_request_whatever_is_beside_it(harness):
             ["--tasks", "no_such_task"], "--tasks: no_such_task: no such task; see `lm-eval ls tasks`", marks=pytest.mark.long
         ),
         (["--tasks", "local_text", "--include", "/nowhere"], "--include: /nowhere: not a folder"),
+        (["--tasks", "no_data", "--include", "tasks"], "--tasks no_data: lm_eval cannot use them (FileNotFoundError: "),
+        (["--tasks", "no_field", "--include", "tasks"], "lm_eval cannot use them (UndefinedError: 'choice' is undefined); correct"),
         (["--data", "/nowhere", "--length", "8"], "/nowhere"),
     ],
 )
-def test_what_is_not_there_is_one_line(words, needle, harness, capsys):
+def test_what_is_not_there_is_one_line(words, needle, harness, capsys, monkeypatch):
     root, *_ = harness
+    monkeypatch.chdir(root)
     assert main(["eval", str(root / "model"), "--device", "cpu", *words]) == 2
     err = capsys.readouterr().err
     assert needle in err.splitlines()[-1]

@@ -57,7 +57,9 @@ def saved(tmp_path, name, changes, rows=ROWS):
 
 
 def imported(folder, tmp_path, capsys):
-    """The settings, and the line about the vocabulary."""
+    """The settings, and the line about the vocabulary. What an earlier import wrote is deleted."""
+    for suffix in ("yaml", "safetensors"):
+        (tmp_path / f"ours.{suffix}").unlink(missing_ok=True)
     assert main(["import", str(folder), "--out", str(tmp_path / "ours")]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("vocabulary: "))
     return ModelConfig.model_validate(yaml.safe_load((tmp_path / "ours.yaml").read_text())), line

@@ -123,6 +123,7 @@ def test_with_a_slot_for_every_token_it_is_attention_without_positions():
     [
         ("Mamba", {"state_size": 4}, [], "only a model whose layers are all attention and a MLP is converted"),
         ("Qwen2", HEADS, [], "attention with qkv_bias, qk_norm, output_gate, sinks or score_soft_cap is not converted"),
+        ("Llama", HEADS, ["--keep-attention", "1/4"], "keep_attention=1/4 keeps that of none of 2 layers"),
     ],
 )
 def test_other_models_are_refused(name, changes, words, needle, tmp_path, capsys):

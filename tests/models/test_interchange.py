@@ -197,9 +197,17 @@ def header(folder, change):
     path.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + size :])
 
 
-def pickled(folder):
+def pickled(folder, protocol=2):
     (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Runs()}))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Runs()}, protocol))
+
+
+def as_bin(folder, change=lambda x: x, content=lambda x: x, **how):
+    """The weights as a file of PyTorch's. change: of the tensors; content: of the file's bytes."""
+    path = folder / "pytorch_model.bin"
+    torch.save(change(load_file(folder / "model.safetensors")), path, **how)
+    path.write_bytes(content(path.read_bytes()))
+    (folder / "model.safetensors").unlink()
 
 
 def cut(folder):
@@ -216,6 +224,10 @@ def absent(x):
 
 def another(x):
     x["lm_head.weight"] = torch.ones(61, 32)
+
+
+def only_head(x):
+    x["lm_head.weight"] = x.pop("backbone.embeddings.weight")
 
 
 DAMAGE = {
@@ -244,7 +256,22 @@ DAMAGE = {
     "unknown type": (lambda f: header(f, lambda text: text.replace(b'"F32"', b'"F33"', 1)), "model.safetensors: cannot be read"),
     "integers": (lambda f: weights(f, lambda x: x.update({D: x[D].int()})), f"{D} is of int32; Baton reads float32, bfloat16"),
     "not finite": (lambda f: weights(f, lambda x: x[D][3:5].fill_(torch.nan)), f"2 of 64 values of {D} are not finite"),
-    "code": (pickled, "pytorch_model.bin: a pickle that would run code; give safetensors files"),
+    "code": (pickled, "pytorch_model.bin: a pickle that would run code (print); give safetensors files"),
+    "code, hidden in frames": (lambda f: pickled(f, 4), "pytorch_model.bin: damaged, or a pickle that would run code; download it"),
+    "a page": (lambda f: as_bin(f, content=lambda _: b"<html>"), "pytorch_model.bin: damaged, or a pickle that would run code"),
+    "an empty .bin": (lambda f: as_bin(f, content=lambda _: b""), "pytorch_model.bin: cannot be read"),
+    "a .bin cut off": (lambda f: as_bin(f, content=lambda x: x[:-1000]), "pytorch_model.bin: cannot be read"),
+    "an old .bin cut off": (
+        lambda f: as_bin(f, content=lambda x: x[:300], _use_new_zipfile_serialization=False),
+        "pytorch_model.bin: cannot be read",
+    ),
+    "no names": (lambda f: as_bin(f, lambda x: dict(enumerate(x.values()))), "not a dictionary of tensors by name"),
+    "a training state": (lambda f: as_bin(f, lambda x: {"state_dict": x}), "save the model's state_dict alone"),
+    "a sparse tensor": (lambda f: as_bin(f, lambda x: x | {D: x[D].to_sparse()}), f"{D} is a sparse_coo tensor; save all weights"),
+    "no numbers": (lambda f: as_bin(f, lambda x: x | {D: x[D].to("meta")}), f"{D} is without its numbers; save all weights"),
+    "too large": (lambda f: weights(f, lambda x: x.update({D: x[D].double() * 1e99})), f"64 of 64 values of {D} are not finite"),
+    "the head alone": (lambda f: weights(f, only_head), "there is no tensor backbone.embeddings.weight"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").touch(), "tokenizer.json is damaged or not a SentencePiece model"),
     "cut off": (cut, "model.safetensors: cannot be read"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights; none of model.safetensors"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: cannot be read"),
@@ -267,6 +294,27 @@ def test_a_folder_that_cannot_be_read_is_one_line_and_nothing_is_written(how, fo
     assert (out, err.count("\n")) == ("", 1)
     assert needle in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "needle"),
+    [
+        ("", [], "--out .: names no file"),
+        ("..", [], "names no file"),
+        ("mine", [], "mine.yaml is there already; give another name with --out, or delete it"),
+        ("dangling", [], "dangling.safetensors is there already"),
+        ("new", ["--keep-attention", "1/2"], "--keep-attention 1/2 is for a conversion; name the mixer with --to as well"),
+    ],
+)
+def test_what_is_there_is_never_overwritten(name, words, needle, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("a run file")
+    (tmp_path / "dangling.safetensors").symlink_to("elsewhere")
+    before = sorted(tmp_path.iterdir())
+    assert main(["import", "theirs", "--out", name, *words]) == 2
+    assert needle in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "mine.yaml").read_text() == "a run file"
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,14 @@ MAX_GENERATED = 256
 
 
 class HarnessModel(TemplateLM):
-    """loaded: the model, with a tokenizer. batch: requests scored together."""
+    """loaded: the model, with a tokenizer. batch: requests scored together.
+
+    Attributes: `answering`, whether requests are being answered. What fails at another time is a task's file or its data.
+    """
 
     def __init__(self, loaded: LoadedModel, batch: int = 16) -> None:
         super().__init__()
+        self.answering = False
         assert loaded.tokenizer is not None
         self.loaded, self._tokenizer, self.batch = loaded, loaded.tokenizer, batch
 
@@ -50,6 +54,13 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return self._tokenizer.encode(string).tolist()
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation behind its context, and whether greedy decoding gives it."""
+        self.answering = True
+        found = super().loglikelihood(requests, disable_tqdm)
+        self.answering = False
+        return found
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -104,8 +115,11 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each whole text, behind an EOD token."""
+        self.answering = True
         pairs = [((("", text)), [self.prefix_token_id], self.tok_encode(text)) for (text,) in (one.args for one in requests)]
-        return [total for total, _ in self._loglikelihood_tokens(pairs)]
+        found = [total for total, _ in self._loglikelihood_tokens(pairs)]
+        self.answering = False
+        return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Text behind each context up to the first of its stop strings, its maximum of tokens, or the end of the document."""
@@ -121,7 +135,10 @@ class HarnessModel(TemplateLM):
             members.sort(key=lambda n: len(requests[n].args[0]))
             for start in range(0, len(members), self.batch):
                 some = members[start : start + self.batch]
-                texts = self._texts(some, requests, list(options["until"]), options["max_gen_toks"], sampling)
+                stops, most = list(options["until"]), int(options["max_gen_toks"])
+                self.answering = True
+                texts = self._texts(some, requests, stops, most, sampling)
+                self.answering = False
                 for n, text in zip(some, texts, strict=True):
                     found[n] = text
         self.loaded.release()
