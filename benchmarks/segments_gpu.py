@@ -1,8 +1,8 @@
 """Passes over segments (training.bptt) as CUDA graphs beside the same passes launched kernel by kernel.
 
 Each case is two runs of `baton train` from the same weights on the source of Python's standard library, one with
-training.cuda_graphs=true, which is what auto chooses where it fits, one without. The gate asks that the losses of all steps are equal
-to the bit. Tokens per second are those of the median step after the first three.
+training.cuda_graphs=true, which is what auto chooses where it fits, one without. The gate asks that the losses of all steps are
+equal to the bit. Tokens per second are those of the median step after the first three.
 
     python benchmarks/segments_gpu.py [--models mamba-130m] [--modes exact,truncated] [--tokens 65536] [--segment 8192] [--steps 12]
 """
