@@ -23,7 +23,7 @@ from train_step_data import text_for
 from baton.training.monitoring.metrics import read_metrics
 
 WARM_UP = 3
-VOCABULARY = 50280
+VOCABULARY = 50277
 
 
 def rows_of(folder: Path, model: str, data: dict[str, Any], mode: str, graphs: bool, arguments: argparse.Namespace) -> list[Any]:

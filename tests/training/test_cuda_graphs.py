@@ -452,7 +452,7 @@ def test_a_graph_is_launched_and_not_its_kernels(bptt, on_gpu, monkeypatch):
     assert launched
     launched.clear()
     executor.step(batches, 1e-3)
-    assert launched == []
+    assert {kernel.__name__ for kernel in launched} == {"adamw_kernel"}, "the update is launched by itself"
 
 
 @pytest.mark.gpu
