@@ -120,12 +120,11 @@ class RunConfig(BaseModel):
 
     def unrecordable(self) -> list[str]:
         """Settings with which passes cannot be recorded as CUDA graphs: passes in parts or of changing sizes, or not on a GPU."""
-        segments = max(training.gradient_segments for _, training in self.training.phases)
-        growing = [name for name, settings in self.model.mixers.items() if settings.state_grows]
+        unfit = [name for name, settings in self.model.mixers.items() if not settings.segments_are_recordable]
         reasons = {
             f"layout.pipeline={self.layout.pipeline}": self.layout.pipeline > 1,
             f"training.bptt over layout.context={self.layout.context}": self.training.bptt is not None and self.layout.context > 1,
-            f"training.bptt of model.mixers.{', '.join(growing)}": segments > 1 and bool(growing),
+            f"training.bptt of model.mixers.{', '.join(unfit)}": self.training.bptt is not None and bool(unfit),
             "device=cpu": self.device == "cpu",
             # a graph's kernels are not launched one by one, so nothing says what each of them belongs to
             "profile": self.profile is not None,
