@@ -20,6 +20,7 @@ from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.models.config import ModelConfig, padding_to_rows
+from baton.models.weight_shapes import weight_shapes
 from baton.training.config_checks import with_vocabulary
 from baton.training.monitoring.wandb_writer import check_wandb
 
@@ -64,35 +65,43 @@ def check_inputs(config: RunConfig) -> None:
 
 
 def _check_initial_weights(config: RunConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for initial weights of a new run that are no file, or whose embedding has other rows than the model's. All
-    tensors are compared when they are loaded. model: whose vocabulary is known."""
+    """Raises ConfigError for initial weights of a new run that are no file, or not the model's, whose vocabulary is known."""
     chosen = config.training.initial_weights
     if chosen is None or any(config.folder.glob("checkpoints/step-*/manifest.json")):
         return
-    path = chosen if isinstance(chosen, str) else chosen.file
-    what = "give a file of `baton import` or `baton checkpoint export`"
+    path, missing = (chosen, "refuse") if isinstance(chosen, str) else (chosen.file, chosen.missing)
     try:
         retry_transient(lambda: Path(path).open("rb").close())  # safe_open calls every failure a missing file
         with safe_open(path, framework="numpy") as file:
-            there = EMBEDDING in file.keys()  # noqa: SIM118 (not a dictionary)
-            found = file.get_slice(EMBEDDING).get_shape()[0] if there else None
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
     except (OSError, SafetensorError) as error:
         if is_transient(error):
             raise
-        reason = getattr(error, "strerror", None) or error
+        reason, what = getattr(error, "strerror", None) or error, "give a file of `baton import` or `baton checkpoint export`"
         raise ConfigError(f"training.initial_weights: {path}: cannot be read as safetensors ({reason}); {what}") from None
-    if found is None:
-        if isinstance(chosen, str) or chosen.missing == "refuse":
-            raise ConfigError(f"training.initial_weights: {path}: there is no tensor {EMBEDDING}; {what}")
-        return
-    rows = model.padded_vocab_size
-    if found != rows:
-        size, padding = model.vocab_size or 0, model.pad_vocab_to
-        fits = f"set model.pad_vocab_to={padding_to_rows(size, found, padding)}" if size <= found else "it is of another model"
-        raise ConfigError(
-            f"training.initial_weights: {path}: the embedding has {found} rows, and model.vocab_size={size} padded to a multiple "
-            f"of model.pad_vocab_to={padding} has {rows}; {fits}"
+    if (wrong := _unlike(found, model, missing)) is not None:
+        raise ConfigError(f"training.initial_weights: {path}: {wrong}")
+
+
+def _unlike(found: dict[str, tuple[int, ...]], model: ModelConfig, missing: str) -> str | None:
+    """Why tensors of these names and shapes are not a model's initial weights; None: they are."""
+    wanted = weight_shapes(model)
+    rows, size, padding = model.padded_vocab_size, model.vocab_size or 0, model.pad_vocab_to
+    if (first := found.get(EMBEDDING, (rows,))[:1]) != (rows,):
+        there = first[0] if first else 0
+        fits = f"set model.pad_vocab_to={padding_to_rows(size, there, padding)}" if size <= there else "it is of another model"
+        return (
+            f"the embedding has {there} rows, and model.vocab_size={size} padded to a multiple of model.pad_vocab_to={padding} has "
+            f"{rows}; {fits}"
         )
+    if unknown := sorted(found.keys() - wanted.keys()):
+        return f"the model has no {unknown[0]} ({len(unknown)} such tensors); it is of another model"
+    if (absent := sorted(wanted.keys() - found.keys())) and missing == "refuse":
+        remedy = "set training.initial_weights={file: ..., missing: initialise}"
+        return f"it has no tensor {absent[0]} ({len(absent)} are missing); it is of another model, or {remedy}"
+    if other := [name for name, shape in found.items() if shape != wanted[name]]:
+        return f"{other[0]} has shape {found[other[0]]}, the model's {wanted[other[0]]}; it is of another model"
+    return None
 
 
 def with_known_vocabulary(config: RunConfig) -> RunConfig:

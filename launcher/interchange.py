@@ -201,13 +201,16 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
 
     A model that no other library has is written with the code that reads it (models/interchange/remote).
 
-    Raises ConfigError for mixers that are not Baton's own, or a folder that exists; CheckpointError where no checkpoint is whole.
+    Raises ConfigError for mixers that are not Baton's own, a folder that exists, or weights that `dtype` does not have; DataError
+    for a tokenizer that cannot be read; CheckpointError where no checkpoint is whole.
     """
     if out.exists():
         raise ConfigError(f"{out} exists; give the name of a new folder")
     checkpoint = newest_whole(place, step)
     run = checkpoint.parent.parent
-    config = read_config(run / "config.yaml")
+    config, tokenizer = read_config(run / "config.yaml"), None
+    if isinstance(config.data, ShardsConfig):
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
     model = with_known_vocabulary(config).model
     try:
         weights = whole_weights(checkpoint)
@@ -217,13 +220,12 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
     except InterchangeError as error:
         raise ConfigError(f"{run}: {error}") from None
     if dtype is not None:
-        theirs = {name: x if family.keeps_float32(model, name) else x.to(dtype) for name, x in theirs.items()}
+        theirs = {name: x if family.keeps_float32(model, name) else _rounded(name, x, dtype) for name, x in theirs.items()}
     values |= {"torch_dtype": str(dtype or torch.float32).removeprefix("torch."), "use_cache": True}
     if "attention" in family.kinds:
         values["max_position_embeddings"] = config.training.sequence_length
-    tokenizer, generation = None, dict[str, int | None]()
-    if isinstance(config.data, ShardsConfig):
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod_token)
+    generation = dict[str, int | None]()
+    if tokenizer is not None:
         # a document begins behind the end of the one before. No token pads: transformers would not train its embedding
         generation = {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
         values |= {**generation, "pad_token_id": None}
@@ -246,6 +248,14 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
 
 
 # ---------------------------------------------------------------------------------------------------------------------- writing
+
+
+def _rounded(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Raises ConfigError for numbers that only become infinite in a dtype."""
+    found = x.to(dtype)
+    if not torch.equal(found.isfinite(), x.isfinite()):
+        raise ConfigError(f"{name} has numbers up to {x.abs().max():.3g}, which {str(dtype)[6:]} does not have; export in bfloat16")
+    return found
 
 
 def _save(tensors: dict[str, Tensor], folder: Path, limit: int = SHARD_BYTES) -> None:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from baton.models.config import ModelConfig
 from baton.models.interchange.mapping import InterchangeError, TensorMap
-from baton.models.settings import MixerConfig
-from baton.models.settings.declarations import ParameterDeclaration
 
 
 class Family(ABC):
@@ -90,19 +88,6 @@ class Family(ABC):
         if not model.tie_embeddings:
             found.append(TensorMap(self.head, (("head.weight", shape),), rows=rows))
         return found
-
-
-def parameters(settings: MixerConfig, d_model: int) -> Iterator[tuple[str, tuple[int, ...], ParameterDeclaration]]:
-    """Names as in a weights file, where each part of a fused projection has its own, and shapes."""
-    for declared in settings.parameters(d_model):
-        if not declared.fused_splits:
-            yield declared.name, declared.shape, declared
-        module, _, last = declared.name.rpartition(".")
-        for part, rows in declared.fused_splits:
-            yield f"{module}.{part}.{last}", (rows, *declared.shape[1:]), declared
-    for name, inner in settings.nested.items():
-        for key, shape, declared in parameters(inner, d_model):
-            yield f"{name}.{key}", shape, declared
 
 
 def required(config: Mapping[str, Any], key: str) -> Any:

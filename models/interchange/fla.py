@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from baton.models.config import ModelConfig
-from baton.models.interchange.family import Family, only, parameters, required
+from baton.models.interchange.family import Family, only, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
 from baton.models.settings import MixerConfig
 from baton.models.settings.attention import AttentionConfig
@@ -20,6 +20,7 @@ from baton.models.settings.gla import GLAConfig
 from baton.models.settings.gsa import GSAConfig
 from baton.models.settings.retnet import RetNetConfig
 from baton.models.settings.swiglu import SwiGLUConfig
+from baton.models.weight_shapes import parameters
 
 FEATURE_MAPS = {None: "identity", "relu": "relu", "silu": "silu", "swish": "silu"}
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from baton.models.config import ModelConfig
-from baton.models.interchange.family import parameters, required
+from baton.models.interchange.family import required
 from baton.models.interchange.fla import QKV, Fla
 from baton.models.interchange.mapping import InterchangeError, TensorMap, checked
 from baton.models.settings import MixerConfig
 from baton.models.settings.hgrn2 import HGRN2Config
 from baton.models.settings.swiglu import SwiGLUConfig
+from baton.models.weight_shapes import parameters
 
 FIRST = "hgrn2_first"
 """Name of the first layer's mixer, which has no bound where the others learn theirs."""

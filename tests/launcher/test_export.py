@@ -1,6 +1,7 @@
 """`baton export` of a real run: transformers loads it and computes the same, and a new run begins with it."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from support.compare import relative_error
 
 from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.launcher.cli import main
+from baton.launcher.errors import ConfigError
+from baton.launcher.interchange import _rounded
 
 
 def test_an_exported_run_is_the_runs_model_and_a_new_run_begins_with_it(inputs, undisturbed, launch, tmp_path, capsys, monkeypatch):
@@ -97,3 +100,21 @@ def test_refusals_are_one_line(undisturbed, tmp_path, capsys, words, needle):
     assert main(["export", str(undisturbed), *out, *words]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_whose_tokenizer_is_gone_is_refused_by_it(undisturbed, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["data"]["tokenizer"] = "gone.model"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 2
+    assert "cannot read the tokenizer gone.model: No such file" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_numbers_that_a_dtype_does_not_have_are_not_exported():
+    x = torch.tensor([1.0, -7e4])
+    assert torch.equal(_rounded("w", x, torch.bfloat16), x.bfloat16())
+    with pytest.raises(ConfigError, match=r"w has numbers up to 7e\+04, which float16 does not have; export in bfloat16"):
+        _rounded("w", x, torch.float16)

@@ -22,6 +22,7 @@ from baton.launcher.interchange import _save, _write_tokenizer
 from baton.models.config import ModelConfig, padding_to_rows
 from baton.models.interchange.mapping import to_theirs
 from baton.models.interchange.registry import family_of_model
+from baton.models.weight_shapes import weight_shapes
 from baton.training.config_checks import with_vocabulary
 from baton.training.errors import RunError
 
@@ -213,15 +214,22 @@ def test_a_configuration_with_other_rows_than_the_file_is_refused(folder, tmp_pa
         (80, "the embedding has 80 rows, and model.vocab_size=61 padded to a multiple of model.pad_vocab_to=8 has 64; "
              "set model.pad_vocab_to=20"),
         (56, "the embedding has 56 rows, and model.vocab_size=61 padded to a multiple of model.pad_vocab_to=8 has 64; it is of"),
-        (0, "there is no tensor embedding.weight; give a file of `baton import`"),
+        ("x", "the model has no model.embed_tokens.weight (1 such tensors); it is of another model"),
+        (64, "it has no tensor layers.0.mamba.mixer.A_log (12 are missing); it is of another model, or set "
+             "training.initial_weights={file: ..., missing: initialise}"),
+        ("norm.weight", "norm.weight has shape (3,), the model's (16,); it is of another model"),
         (None, "cannot be read as safetensors (No such file or directory); give a file of `baton import`"),
     ],
 )  # fmt: skip
-def test_initial_weights_with_other_rows_are_refused_before_a_run_begins(rows, needle, tmp_path, capsys, monkeypatch):
+def test_initial_weights_of_another_model_are_refused_before_a_run_begins(rows, needle, tmp_path, capsys, monkeypatch):
     """Else the run's directory would be there, with settings that are to be corrected."""
     monkeypatch.chdir(tmp_path)
-    if rows is not None:
-        save_file({"embedding.weight" if rows else "model.embed_tokens.weight": torch.zeros(rows or 64, 16)}, "start.safetensors")
+    if isinstance(rows, int):
+        save_file({"embedding.weight": torch.zeros(rows, 16)}, "start.safetensors")
+    elif rows is not None:
+        names = weight_shapes(ModelConfig(d_model=16, n_layers=1, vocab_size=61))
+        other = {"model.embed_tokens.weight": torch.zeros(1)} if rows == "x" else {rows: torch.zeros(3)}
+        save_file({name: torch.zeros(shape) for name, shape in names.items()} | other, "start.safetensors")
     values = {
         "name": "run",
         "device": "cpu",

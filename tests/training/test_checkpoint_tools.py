@@ -201,7 +201,7 @@ def test_a_part_of_the_weights_begins_a_run_and_the_rest_is_named(runs, tmp_path
         for box, new in zip(held[f"master.{name}"], fresh[f"master.{name}"], strict=True):
             place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.data.shape))
             assert torch.equal(box.data, part[name][place] if name in part else new.data), name
-    with pytest.raises(CheckpointError, match=r"it has no tensor .* \(2 are missing\); .*missing=initialise"):
+    with pytest.raises(CheckpointError, match=r"it has no tensor .* \(2 are missing\); .*missing: initialise"):
         load_initial_weights(train_state, str(out))
     save_file({**weights, "extra": torch.zeros(2)}, out)
     for chosen in (str(out), InitialWeightsConfig(file=str(out), missing="initialise")):

@@ -50,7 +50,7 @@ def load_initial_weights(train_state: TrainState, weights: str | InitialWeightsC
     if new and chosen.missing == "refuse":
         raise CheckpointError(
             f"{path}: it has no tensor {new[0]} ({len(new)} are missing); it is of another model, or set "
-            f"training.initial_weights.missing=initialise with training.initial_weights.file"
+            f"training.initial_weights={{file: ..., missing: initialise}}"
         )
     load_weights(path, {key: box for key, box in boxes.items() if key.removeprefix(MASTER) in there})
     train_state.engine.masters_changed()

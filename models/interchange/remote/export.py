@@ -6,10 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from baton.models.config import ModelConfig, places
-from baton.models.interchange.family import Family, parameters, required
+from baton.models.config import ModelConfig
+from baton.models.interchange.family import Family, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
 from baton.models.settings import kinds
+from baton.models.weight_shapes import layer_shapes, parameters
 
 ARCHITECTURE = "BatonForCausalLM"
 FILES = (
@@ -60,12 +61,8 @@ class BatonFamily(Family):
         return {settings.kind for settings in model.mixers.values()} <= set(kinds())
 
     def layer(self, model: ModelConfig, number: int) -> Iterator[TensorMap]:
-        for name, first in places(model.sub_blocks[number]):
-            place = f"layers.{number}.{name}"
-            if first:
-                yield one(f"{place}.norm.weight", f"{place}.norm.weight", model.d_model)
-            for key, shape, _ in parameters(model.mixers[name], model.d_model):
-                yield one(f"{place}.mixer.{key}", f"{place}.mixer.{key}", *shape)
+        for name, shape in layer_shapes(model, number).items():
+            yield one(name, name, *shape)
 
     def code(self) -> dict[str, str]:
         return {name: _self_contained(Path(__file__).with_name(name)) for name in FILES}
