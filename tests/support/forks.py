@@ -46,6 +46,8 @@ IMPORTED = (
     "torch.utils.tensorboard",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    # what files of tests import, which ranks of support/pool.py read
+    *("pytest", "hypothesis", "setuptools", "support.pool"),
 )
 """Besides DeepSpeed itself. A module that is missing here is imported by each process that needs it."""
 
@@ -110,7 +112,7 @@ class Nursery:
             self._connection = Connection(ours.detach())
         return self._connection
 
-    def fork(self, what: str, words: list[str], *, where: Path, out: str, err: str) -> Forked:
+    def fork(self, what: str, words: list[Any], *, where: Path, out: str, err: str) -> Forked:
         """what: the name of a function of this module, which is called with the words, in the current directory `where`, in this
         process's environment; its result is the exit status. out, err: existing files."""
         connection = self._start()
@@ -174,7 +176,7 @@ def serve(number: int) -> None:
             connection.send(("started", pid, None))
 
 
-def _serve_one(number: int, what: str, words: list[str], where: str, environment: dict[str, str], out: str, err: str) -> NoReturn:
+def _serve_one(number: int, what: str, words: list[Any], where: str, environment: dict[str, str], out: str, err: str) -> NoReturn:
     def run() -> int:
         os.chdir(where)
         return globals()[what](words)
@@ -267,6 +269,13 @@ def ranks(words: list[str]) -> int:
         time.sleep(0.005)
     print(json.dumps([rank.pid for rank in started]), flush=True)
     print(json.dumps([rank.wait(float("inf")) for rank in started]), flush=True)
+    return 0
+
+
+def call(words: list[Any]) -> int:
+    """A function. words: its module, its name, and its arguments."""
+    module, name, *arguments = words
+    getattr(importlib.import_module(module), name)(*arguments)
     return 0
 
 
