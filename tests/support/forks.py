@@ -155,6 +155,13 @@ def serve(number: int) -> None:
                 importlib.import_module(name)
     torch.set_num_threads(1)
     gc.freeze()  # the collector of a forked process does not touch, and so does not copy, this memory
+    # ends where the other end is closed, also with messages that nobody has read
+    with contextlib.suppress(EOFError, ConnectionError):
+        _fork_on_request(number)
+    os._exit(0)
+
+
+def _fork_on_request(number: int) -> NoReturn:
     connection, running, poller = Connection(number), {}, select.poll()
     poller.register(number, select.POLLIN)
     while True:
@@ -165,10 +172,7 @@ def serve(number: int) -> None:
                 os.close(ready)
                 connection.send(("ended", pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
                 continue
-            try:
-                request = connection.recv()
-            except EOFError:
-                os._exit(0)
+            request = connection.recv()
             if (pid := os.fork()) == 0:
                 _serve_one(number, *request)
             running[file := os.pidfd_open(pid)] = pid
