@@ -1,9 +1,6 @@
 """An archive of compiled kernels works for an installation of Triton with other cache keys and at another path."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,19 +29,19 @@ print(len(compiled.kernels), len(compiled.new))
 """
 
 
-def run(cache, act, build, archive):
-    """Kernels that were launched, and those that had to be compiled for it."""
-    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
-    program = PROGRAM.format(benchmarks=str(BENCHMARKS))
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program, act, build, str(archive)], capture_output=True, text=True, check=False, env=settings
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return tuple(map(int, done.stdout.split()))
+@pytest.fixture
+def run(programs):
+    """A function: kernels that were launched, and those that had to be compiled for it."""
+
+    def program(cache, act, build, archive):
+        found = programs.run(PROGRAM.format(benchmarks=str(BENCHMARKS)), act, build, str(archive), TRITON_CACHE_DIR=str(cache))
+        return tuple(map(int, found.split()))
+
+    return program
 
 
 @pytest.mark.timeout(300)
-def test_what_is_packed_here_is_compiled_there_and_a_copied_cache_is_not(tmp_path):
+def test_what_is_packed_here_is_compiled_there_and_a_copied_cache_is_not(run, tmp_path):
     archive, copied = tmp_path / "kernels.tar.xz", tmp_path / "copied"
     launched, new = run(tmp_path / "here", "pack", "this build", archive)
     assert launched == new > 0

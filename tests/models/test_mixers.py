@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.compare import relative_error
+from support.long_form import every_pair
 from support.models import OPTIONS
 
 from baton.kernels import protocol
@@ -83,11 +84,11 @@ FEW_CUTS = [[1], [T - 1], [2, 3, 9], list(range(1, T))]
 @pytest.mark.parametrize(
     "many_cuts", [FEW_CUTS, pytest.param([[t] for t in range(2, T - 1)], marks=pytest.mark.long)], ids=["", "all"]
 )
-@pytest.mark.parametrize("begun", [True, False], ids=["a state arrives", "no state arrives"])
-@pytest.mark.parametrize("pos", DOCUMENTS.values(), ids=DOCUMENTS.keys())
-def test_split_equals_whole(layer, pos, begun, many_cuts):
-    pos = torch.tensor(pos, dtype=torch.int32)
-    entering = a_state_of_some_tokens(layer, pos) if begun else None
+@pytest.mark.parametrize(("documents", "entering"), every_pair(list(DOCUMENTS), ["a state arrives", "no state arrives"]))
+def test_split_equals_whole(layer, documents, entering, many_cuts):
+    """With a State in one document and without one in packed documents; the other two in the long form."""
+    pos = torch.tensor(DOCUMENTS[documents], dtype=torch.int32)
+    entering = a_state_of_some_tokens(layer, pos) if entering == "a state arrives" else None
     whole = run(layer, [], pos, entering)
     seen = {name for name, value in whole.items() if value.any()}
     assert {"y", "dx", *(f"d {name}" for name, p in layer.named_parameters() if p.requires_grad)} <= seen, "an empty comparison"

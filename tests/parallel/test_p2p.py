@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 import torch
-from support.gone_rank import FAULTY, RANKS, TIMEOUT_S, one_rank
-from support.pool import processes
+from support.forks import NURSERY
+from support.gone_rank import FAULTY, RANKS, TIMEOUT_S
 
 from baton.parallel.errors import CommError
 from baton.parallel.p2p import Watchdog, make_channels
@@ -146,23 +146,26 @@ def test_a_message_that_does_not_come_is_named(pool):
 )
 def test_a_rank_that_is_gone_ends_all_ranks_in_time(tmp_path, fault, direction):
     """In the middle of a layer's exchange, after a step that went well: every other rank ends and says what it missed."""
-    ranks = processes([(one_rank, rank, tmp_path, fault, direction) for rank in range(RANKS)])
+    said_file, words = tmp_path / "said", ["support.gone_rank", "one_rank"]
+    said_file.touch()
+    files = {"where": tmp_path, "out": str(said_file), "err": str(said_file)}
+    ranks = [NURSERY.fork("call", [*words, rank, tmp_path, fault, direction], **files) for rank in range(RANKS)]
     try:
         deadline = time.monotonic() + DEADLINE_S
         said = lambda rank: (tmp_path / f"said-{rank}").read_text()  # noqa: E731
         while not (tmp_path / "fault").exists():
             assert time.monotonic() < deadline, "the fault never happened"
-            assert any(p.is_alive() for p in ranks), "\n".join(map(said, range(RANKS)))
+            assert any(p.poll() is None for p in ranks), "\n".join(map(said, range(RANKS)))
             time.sleep(0.05)
         others = [rank for rank in range(RANKS) if rank != FAULTY]
         for rank in others:
-            ranks[rank].join(DEADLINE_S)
-        assert all(ranks[rank].exitcode == CommError.exit_status for rank in others), [said(rank) for rank in others]
+            ranks[rank].wait(DEADLINE_S)
+        assert all(ranks[rank].returncode == CommError.exit_status for rank in others), [said(rank) for rank in others]
     finally:
         for p in ranks:
             p.kill()
-            p.join()
-    assert ranks[FAULTY].exitcode == -signal.SIGKILL
+            p.wait(DEADLINE_S)
+    assert ranks[FAULTY].returncode == -signal.SIGKILL
     missed = {}
     for rank in others:
         (line,) = [line for line in said(rank).splitlines() if line.startswith("baton: ")]

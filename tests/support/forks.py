@@ -46,6 +46,8 @@ IMPORTED = (
     "torch.utils.tensorboard",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    # what files of tests import, which ranks of support/pool.py read
+    *("pytest", "hypothesis", "setuptools", "support.pool"),
 )
 """Besides DeepSpeed itself. A module that is missing here is imported by each process that needs it."""
 
@@ -110,7 +112,7 @@ class Nursery:
             self._connection = Connection(ours.detach())
         return self._connection
 
-    def fork(self, what: str, words: list[str], *, where: Path, out: str, err: str) -> Forked:
+    def fork(self, what: str, words: list[Any], *, where: Path, out: str, err: str) -> Forked:
         """what: the name of a function of this module, which is called with the words, in the current directory `where`, in this
         process's environment; its result is the exit status. out, err: existing files."""
         connection = self._start()
@@ -153,6 +155,13 @@ def serve(number: int) -> None:
                 importlib.import_module(name)
     torch.set_num_threads(1)
     gc.freeze()  # the collector of a forked process does not touch, and so does not copy, this memory
+    # ends where the other end is closed, also with messages that nobody has read
+    with contextlib.suppress(EOFError, ConnectionError):
+        _fork_on_request(number)
+    os._exit(0)
+
+
+def _fork_on_request(number: int) -> NoReturn:
     connection, running, poller = Connection(number), {}, select.poll()
     poller.register(number, select.POLLIN)
     while True:
@@ -163,10 +172,7 @@ def serve(number: int) -> None:
                 os.close(ready)
                 connection.send(("ended", pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
                 continue
-            try:
-                request = connection.recv()
-            except EOFError:
-                os._exit(0)
+            request = connection.recv()
             if (pid := os.fork()) == 0:
                 _serve_one(number, *request)
             running[file := os.pidfd_open(pid)] = pid
@@ -174,7 +180,7 @@ def serve(number: int) -> None:
             connection.send(("started", pid, None))
 
 
-def _serve_one(number: int, what: str, words: list[str], where: str, environment: dict[str, str], out: str, err: str) -> NoReturn:
+def _serve_one(number: int, what: str, words: list[Any], where: str, environment: dict[str, str], out: str, err: str) -> NoReturn:
     def run() -> int:
         os.chdir(where)
         return globals()[what](words)
@@ -267,6 +273,13 @@ def ranks(words: list[str]) -> int:
         time.sleep(0.005)
     print(json.dumps([rank.pid for rank in started]), flush=True)
     print(json.dumps([rank.wait(float("inf")) for rank in started]), flush=True)
+    return 0
+
+
+def call(words: list[Any]) -> int:
+    """A function. words: its module, its name, and its arguments."""
+    module, name, *arguments = words
+    getattr(importlib.import_module(module), name)(*arguments)
     return 0
 
 

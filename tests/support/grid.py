@@ -33,13 +33,15 @@ from support.models import SEQUENCE_LENGTH, SEQUENCES, Batch, model_of, step_bat
 
 STEPS, ACCUMULATION, RANKS = 2, 2, 8
 MIXERS = (*kinds(), "hybrid", "full_attention")
-IN_SHORT = tuple(
+IN_BFLOAT16 = tuple(
     mixer
     for mixer in MIXERS
     if mixer not in ("channel_mix", "kda", "linear_attention", "mamba3", "mlstm", "rg_lru", "rwkv6", "rwkv7", "s4d", "ttt")
 )
-"""Those of the short form: layers of the others are in the models "groups", "ablated", "rwkv", "finch" and "baselines", but ttt,
-which tests/models/test_sequence_parallel.py has in float64."""
+"""Those that `make grid` trains in bfloat16 as well."""
+IN_SHORT = ("bmojo", "mamba", "hybrid", "full_attention", "deltas", "decays", "gates", "matrices")
+"""Models of the short form. A layer of every mixer of IN_BFLOAT16 is in one of them; layers of the others are in the models
+"groups", "ablated", "rwkv", "finch" and "baselines", but ttt, which tests/models/test_sequence_parallel.py has in float64."""
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "bfloat16 residual": 1e-2}
 PRECISIONS = {
     "float32": {"compute_dtype": "float32"},
@@ -58,7 +60,8 @@ SIZES = {kind: {"d_model": 48} for kind in ("delta_net", "gated_delta_net", "gla
 # What its weights make goes through a LayerNorm per head, and of six entries that loses another digit.
 _TTT = {"kind": "ttt", "heads": 4, "head_dim": 16, "mini_batch": 16}
 SIZES["ttt"] = {"d_model": 48, "mixers": {"ttt": _TTT}}
-SIZES["rwkv"] = {"d_model": 48}  # its three layers differ
+# layers that differ
+SIZES |= {name: {"d_model": 48} for name in ("rwkv", "deltas", "decays", "gates", "matrices")}
 # A document's first token reads a multiple of its own value, of which a norm per head leaves the direction: its gradient to what
 # reads is nothing but rounding, larger the smaller the multiple. The epsilon ends that; with 1e-5 errors are ten times as large.
 SIZES["rwkv6"] = {"d_model": 48, "norm_eps": 1e-3}
@@ -99,22 +102,21 @@ def values(layout: Layout) -> set[tuple[str, int]]:
 
 
 @cache
-def short_selection() -> dict[Layout, tuple[str, ...]]:
-    """Mixers by layout such that every mixer meets every value of every factor, and every layout, so every combination, some mixer.
+def selection(models: tuple[str, ...]) -> dict[Layout, tuple[str, ...]]:
+    """Models by layout such that every model meets every value of every factor, and every layout, so every combination, some model.
 
-    Greedy: each mixer takes the layout with most values that it has not met, of equal ones the one that fewest mixers have.
+    Each model takes the three layouts, which is as few as have all values, that most others have left out.
     """
+    every = set().union(*map(values, LAYOUTS))
+    enough = [three for three in itertools.combinations(LAYOUTS, 3) if set().union(*map(values, three)) == every]
     chosen: dict[Layout, list[str]] = {layout: [] for layout in LAYOUTS}
-    for mixer in IN_SHORT:
-        missing = set().union(*map(values, LAYOUTS))
-        while missing:
-            best = max(LAYOUTS, key=lambda layout: (len(values(layout) & missing), -len(chosen[layout])))
-            chosen[best].append(mixer)
-            missing -= values(best)
-    for mixers in chosen.values():
-        if not mixers:
-            mixers.append(min(IN_SHORT, key=lambda mixer: sum(mixer in m for m in chosen.values())))
-    return {layout: tuple(mixers) for layout, mixers in chosen.items()}
+    for model in models:
+        for layout in min(enough, key=lambda three: sorted(len(chosen[layout]) for layout in three)[::-1]):
+            chosen[layout].append(model)
+    for own in chosen.values():
+        if not own:
+            own.append(min(models, key=lambda model: sum(model in m for m in chosen.values())))
+    return {layout: tuple(own) for layout, own in chosen.items()}
 
 
 def model_for(mixer: str) -> ModelConfig:

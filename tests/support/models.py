@@ -49,6 +49,10 @@ OPTIONS = {
         }
     },
     "full_attention": {"longhorn": {}, "attention": {"window": None, "sinks": True, "score_soft_cap": 0.5}},
+    "deltas": {"delta_net": {}, "gated_delta_net": {}},
+    "decays": {"gla": {}, "retnet": {}},
+    "gates": {"gsa": {}, "hgrn2": {}},
+    "matrices": {"lattice": {}, "mamba2": {}},
     "t2r": {"gsa": {"feature_map": "identity", "value_activation": None, "output_activation": None}},
 }
 """Models with other optional parts than by default: a layer of each mixer, and its settings; kind, where the name is another."""

@@ -17,29 +17,15 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from baton.parallel.config import LayoutConfig
+from support.forks import NURSERY
 
 _modules: dict[str, object] = {}
-_IMPORTS = [
-    *("baton.training.loop", "baton.models.lm", "deepspeed", "megatron.core.parallel_state", "pytest", "hypothesis"),
-    # what torch's first backward pass and DeepSpeed import late
-    *("torch.fx.experimental.symbolic_shapes", "setuptools", "deepspeed.module_inject.auto_ep_layer"),
-]
-"""Imported once, by the process from which the CPU ranks are forked."""
+_STARTING_S = 120.0
 _ENDING_S = 10.0  # that all processes of a pool may take together
-
-
-@contextlib.contextmanager
-def _environment(**values: str):
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _load(path: str, name: str):
@@ -56,21 +42,12 @@ def _load(path: str, name: str):
     return getattr(_modules[path], name)
 
 
-def processes(start: list[tuple], device: str = "cpu") -> list[multiprocessing.Process]:
-    """Start daemon processes, each of which calls (function, *arguments); the function is of the support package. Those on a CPU
-    are forked from a process that has imported."""
-    # a process that has used CUDA cannot be forked, and an import may ask the driver how many GPUs there are
-    context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
-    context.set_forkserver_preload(_IMPORTS)
-    of_cpu = {} if device == "cuda" else {"DS_ACCELERATOR": "cpu"}  # as parallel.compat has it before DeepSpeed is imported
-    with _environment(OMP_NUM_THREADS="1", PYTHONSAFEPATH="1", **of_cpu):
-        made = [context.Process(target=fn, args=args, daemon=True) for fn, *args in start]
-        for process in made:
-            process.start()
-    return made
-
-
-def _serve(connection, rank: int, device: str) -> None:
+def serve(address: str, key: bytes, rank: int, device: str) -> None:
+    """A rank's process: run what comes from the pool, which listens at this address, until it says that nothing more comes. key: by
+    which the pool's process takes the memory of tensors."""
+    multiprocessing.current_process().authkey = key
+    connection = Client(address)
+    connection.send(rank)
     os.environ["OMP_NUM_THREADS"] = "1"
     gc.freeze()  # what is imported stays; the collections after each job need not look at it
     import torch
@@ -145,12 +122,27 @@ class Pool:
     def __init__(self, size: int, device: str = "cpu") -> None:
         self.size = size
         self.device = device
+        self._said = tempfile.NamedTemporaryFile()  # noqa: SIM115 (as long as the pool)
+        """What ranks on a CPU write."""
         self._workers: list = []
 
     def _start(self) -> None:
-        pipes = [multiprocessing.Pipe() for _ in range(self.size)]
-        made = processes([(_serve, there, rank, self.device) for rank, (_, there) in enumerate(pipes)], self.device)
-        self._workers = [(process, here) for process, (here, _) in zip(made, pipes)]
+        """On a CPU ranks are forked from the process that has imported everything. One that has used CUDA cannot be forked, and an
+        import may ask the driver how many GPUs there are."""
+        with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/pool", backlog=self.size) as listener:
+            made = [self._process(listener.address, rank) for rank in range(self.size)]
+            listener._listener._socket.settimeout(_STARTING_S)
+            connections = [listener.accept() for _ in made]
+        self._workers = list(zip(made, (here for _, here in sorted((here.recv(), here) for here in connections)), strict=True))
+
+    def _process(self, address: str, rank: int):
+        arguments = address, bytes(multiprocessing.current_process().authkey), rank, self.device
+        if self.device == "cpu":
+            said = self._said.name
+            return NURSERY.fork("call", ["support.pool", "serve", *arguments], where=Path.cwd(), out=said, err=said)
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
+        process.start()
+        return process
 
     def run(self, fn, *args, timeout_s: float = 280, **layout_and_kwargs) -> list:
         """fn(mesh, *args, **kwargs) on every rank; keywords tensor, data, … are the layout, the rest goes to fn."""
@@ -174,7 +166,7 @@ class Pool:
                 try:
                     replies.append(connection.recv())
                 except EOFError:
-                    replies.append(("error", "the process has ended"))
+                    replies.append(("error", f"the process has ended\n{Path(self._said.name).read_text()[-2000:]}"))
         errors = [f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(replies) if kind == "error"]
         if errors:
             self.close(kill=True)  # a world that broke half-way may leave groups behind
@@ -188,6 +180,8 @@ class Pool:
             else:
                 connection.send(None)
         last = time.monotonic() + _ENDING_S
-        for process, _ in self._workers:
-            process.join(timeout=max(0.0, last - time.monotonic()))
+        for _, connection in self._workers:
+            with contextlib.suppress(EOFError, ConnectionError):
+                while connection.poll(max(0.0, last - time.monotonic())):
+                    connection.recv()  # until its end is closed
         self._workers = []

@@ -1,7 +1,7 @@
 """The equality grid: every mixer with tensor, pipeline, context and data parallelism and ZeRO 0, 1 and 2 equals one process.
 
-Here each mixer meets every value of the factors and every layout, so every combination of them, meets a mixer; `make grid` runs all
-cells and writes docs/equality-grid.md.
+Here models that together have a layer of each mixer meet every value of the factors, and every layout, so every combination of
+them, meets a model; `make grid` runs every mixer on every layout and writes docs/equality-grid.md.
 """
 
 import itertools
@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import grid
 
-SHORT = grid.short_selection()
+SHORT = grid.selection(grid.IN_SHORT)
 
 
 def compared(pool, layout, mixers, precision="float32"):
@@ -76,14 +76,22 @@ def test_so_is_a_residual_stream_in_bfloat16(pool, single_mesh, mixer):
 
 
 def test_the_short_run_meets_every_value_with_every_mixer_and_every_combination():
-    for mixer in grid.IN_SHORT:
-        chosen = [layout for layout, mixers in SHORT.items() if mixer in mixers]
+    for model in grid.IN_SHORT:
+        chosen = [layout for layout, models in SHORT.items() if model in models]
         assert set().union(*map(grid.values, chosen)) == set().union(*map(grid.values, grid.LAYOUTS))
+    assert mixers_of(grid.IN_SHORT) == mixers_of(grid.IN_BFLOAT16)
+    others = mixers_of(grid.MIXERS) - mixers_of(grid.IN_SHORT)
+    assert others - mixers_of(model for _, models in OTHER_SIZES for model in models) == {"ttt"}
     assert all(SHORT.values())
     assert set(SHORT) == set(grid.LAYOUTS)
     combinations = itertools.product((1, 2), (1, 2), (1, 2, 4), (0, 1, 2))
     refused = [c for c in combinations if grid.Layout(*c) not in SHORT]
     assert all((pipeline == 2 and zero == 2) or tensor * pipeline * sequence > 8 for tensor, pipeline, sequence, zero in refused)
+
+
+def mixers_of(models):
+    """Kinds of mixers that have a layer in one of the models."""
+    return {mixer.kind for model in models for mixer in grid.model_for(model).mixers.values()}
 
 
 def test_clipping_is_active_and_documents_straddle_shards(single_mesh):

@@ -280,6 +280,7 @@ def run(data, pool, tmp_path_factory):
             "steps": RUN_STEPS,
             "sequence_length": 64,
             "global_batch_tokens": 128,
+            "micro_batch_size": 2,
             "compute_dtype": "float32",
             "log_every": 1,
             "bptt": {"mode": "truncated", "segment": 16, "gradient_segments": 2},

@@ -252,7 +252,7 @@ def test_a_master_copy_that_differs_between_tensor_ranks_stays_different(pool):
 def sound(mesh, mixer, compute_dtype="float32"):
     config = training(replica_check_every=1, compute_dtype=compute_dtype)
     return [
-        said(check_of(train_state, config), progress, result) for train_state, progress, result in steps(mesh, 3, config, mixer)
+        said(check_of(train_state, config), progress, result) for train_state, progress, result in steps(mesh, 2, config, mixer)
     ]
 
 
@@ -263,13 +263,13 @@ OFTEN = ("mamba2", "bmojo", "lattice", "hybrid")
 def test_replicas_of_every_mixer_stay_equal_and_the_check_silent(pool, mixer):
     """In bfloat16: what a replicated parameter's gradient is made of is rounded most there."""
     for found in pool.run(sound, mixer, compute_dtype="bfloat16", tensor=2, data=2):
-        assert found == [None, None, None]
+        assert found == [None, None]
 
 
 @pytest.mark.parametrize("layout", [{"data": 1}, {"data": 4}, {"tensor": 4}], ids=str)
 def test_replicas_on_every_layout_stay_equal_and_the_check_silent(pool, layout):
     for found in pool.run(sound, "hybrid", **layout):
-        assert found == [None, None, None]
+        assert found == [None, None]
 
 
 def run(mesh, folder, flip_after=None, flip_loaded=False, **changes):

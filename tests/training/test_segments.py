@@ -264,9 +264,7 @@ def test_recomputed_activations_and_micro_batches_change_nothing(pool, single_me
 
 def test_without_what_is_carried_the_gradient_is_another(single_mesh):
     """What the comparisons are worth: the reference's gradient depends on the cut and on the step before."""
-    for mixer in MIXERS:
-        if mixer == "swiglu":
-            continue
+    for mixer in (mixer for mixer in MIXERS[::2] if mixer != "swiglu"):
         exact, cut = (reference(Case(mixer, 4, torch.float64, k))[0] for k in (4, 1))
         assert max(relative_error(cut[name], grad) for name, grad in exact.items()) > 1e-4, mixer
 
