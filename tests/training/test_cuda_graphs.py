@@ -1,4 +1,4 @@
-"""CUDA graphs: recorded and replayed passes give bitwise the same steps. On a CPU, replaying runs the pass or its operators again."""
+"""CUDA graphs: recorded and replayed passes give the same steps bitwise. On a CPU a pass or its operators run again."""
 
 from contextlib import contextmanager
 
