@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 COLUMNS = """
 family; million parameters; learning rate; loss; bits per byte; tokens/s; GPU seconds; recall, %; needles, %; decoded tokens/s;
-State, KiB; commit
+State, KiB; commits of loss and speed
 """
 PAGE = """# Families beside each other on real text
 
@@ -85,7 +85,7 @@ def cells(record: dict[str, Any]) -> list[str]:
         f"{100 * needles:.1f}",
         f"{record['decoded_per_s']:,.0f}",
         f"{record['state_bytes'] / 1024:,.0f}",
-        f"{record['commit'][:7]}, {record['date']}",
+        " and ".join(dict.fromkeys(f"{found['commit'][:7]}, {found['date']}" for found in (record, record["speed"]))),
     ]
 
 

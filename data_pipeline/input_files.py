@@ -220,7 +220,7 @@ class _Search:
             names = {entry.name for entry in found}
             saved = _saved_files(folder, names) if "state.json" in names else None
             if "dataset_dict.json" in names:
-                _refuse_splits(folder)
+                self._refuse_splits(folder, top)
             for entry in found:
                 path = folder / entry.name
                 if saved is not None and entry.name.endswith(".arrow") and entry.name not in saved:
@@ -241,6 +241,25 @@ class _Search:
                 else:
                     target = f"{real.rstrip('/')}/{entry.name}"
                 yield from self._found(path, below, name, target)
+
+    def _refuse_splits(self, folder: Path, top: Path) -> None:
+        """Raises DataError for a folder of several splits of `datasets`, unless all but one are excluded: that for tests would be
+        trained on."""
+        try:
+            splits = [str(name) for name in _saved_object(folder / "dataset_dict.json")["splits"]]
+        except (ValueError, LookupError, TypeError):
+            return
+        taken = []
+        for split in splits:
+            places = (folder / split, folder / split / "data-00000-of-00001.arrow")
+            words = [(path.relative_to(top).as_posix(), path.name, path.relative_to(top.parent).as_posix()) for path in places]
+            if not any(_matches(*word, self._exclude) for word in words):
+                taken.append(split)
+        if len(taken) > 1:
+            raise DataError(
+                f"{folder} has the splits {', '.join(splits)}; name the folders of those to take, such as {folder / taken[0]}, or "
+                f"exclude the others"
+            )
 
     def _found(self, path: Path, below: str, name: str, real: str) -> Iterator[tuple[InputFile, str]]:
         status = _status(path)
@@ -267,18 +286,6 @@ def _saved_files(folder: Path, names: set[str]) -> set[str] | None:
     if missing:
         raise DataError(f"{folder} lacks {missing[0]}, one of the {len(named)} files that its state.json names; restore it")
     return named
-
-
-def _refuse_splits(folder: Path) -> None:
-    """Raises DataError for a folder of several splits of `datasets`: that for tests would be trained on."""
-    try:
-        splits = [str(name) for name in _saved_object(folder / "dataset_dict.json")["splits"]]
-    except (ValueError, LookupError, TypeError):
-        return
-    if len(splits) > 1:
-        raise DataError(
-            f"{folder} has the splits {', '.join(splits)}; name the folders of those to take, such as {folder / splits[0]}"
-        )
 
 
 def _saved_object(path: Path) -> Any:

@@ -144,6 +144,7 @@ def prepare(
     found = find_input_files(inputs, settings.include, settings.exclude, leave=folder)
     sources = found.sources
     pieces = [piece for source in sources for piece in split_source(source, settings.shard_bytes, settings.text_field, of_ids)]
+    separators = () if of_ids is None else without_separators(sources, of_ids)
     with claimed_folder(folder, make_plan(settings, sources, vocabulary), pieces) as plan:
         if (folder / DATASET).exists():
             return _finished_before(folder, found, began)
@@ -165,7 +166,7 @@ def prepare(
         units = unit_index_bytes(folder, summaries)
         write_atomically(folder / UNITS, units)
         dataset = _dataset(plan, summaries, counts, vocabulary)
-        remarks = found.remarks() + (() if of_ids is None else without_separators(sources, of_ids))
+        remarks = found.remarks() + separators
         if loaded is not None and loaded.lossy and ids:
             why = "the ids' own text is not known, and bytes of text are those of the decoded ids"
             remarks += (f"the tokenizer is lossy ({', '.join(loaded.lossy)}): {why}",)

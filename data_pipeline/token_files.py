@@ -210,10 +210,13 @@ def _looks(array: AnyIds) -> Iterator[tuple[int, AnyIds]]:
 
 
 def without_separators(sources: Sequence[InputFile], ids: IdsConfig) -> tuple[str, ...]:
-    """A line about flat files in which no separator was seen, and which are therefore one document each: another id may separate
-    their documents."""
+    """A line about flat files in which no separator was seen in a sample of places: another id may separate their documents."""
     flat = [source for source in sources if source.name.endswith((".bin", ".npy")) and megatron_index(source) is None]
-    long = [source for source in flat if not any((found == ids.separator_id).any() for _, found in _looks(_flat(source, ids)))]
+    long = list[InputFile]()
+    for source in flat:
+        array = _flat(source, ids)
+        if len(array) and not any((found == ids.separator_id).any() for _, found in _looks(array)):
+            long.append(source)
     if not long:
         return ()
     more = f" and {len(long) - 1} more" if len(long) > 1 else ""

@@ -14,16 +14,16 @@ import json
 import mmap
 import multiprocessing
 import os
-import select
 import signal
 import struct
+import tempfile
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import reduction
-from socket import MSG_PEEK, socket, socketpair
+from socket import MSG_DONTWAIT, MSG_PEEK, socket, socketpair
 from typing import Any
 
 import numpy as np
@@ -231,7 +231,7 @@ class Workers:
                 connection.sendall(blocks)
             except OSError as error:
                 if error.errno not in _GONE:
-                    raise  # else the worker has ended: `_wait` raises its error
+                    raise  # else the worker has ended: `_hear` raises its error
 
     def made(self) -> bool:
         """Whether the next call does not wait."""
@@ -240,21 +240,18 @@ class Workers:
     def _has_written(self, number: int) -> bool:
         """Whether a worker has written its rows of the next step, or has ended."""
         while self._written[number] <= self._next:
-            if not select.select([self._connections[number]], [], [], 0)[0]:
+            try:
+                ended = not self._connections[number].recv(1, MSG_PEEK | MSG_DONTWAIT)
+            except BlockingIOError:
                 return False
-            if self._has_ended(number):
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
+                ended = True
+            if ended:  # the call raises its error
                 return True
             self._hear(number)
         return True
-
-    def _has_ended(self, number: int) -> bool:
-        """Whether a worker whose connection can be read has said all that it will say."""
-        try:
-            return not self._connections[number].recv(1, MSG_PEEK)
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise
-            return True
 
     def _hear(self, number: int) -> None:
         """Wait for the next message of a worker."""
@@ -319,7 +316,15 @@ def _start_process(serve: Callable[..., None], arguments: tuple[Any, ...], _: so
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     process = context.Process(target=serve, args=arguments, name="data-worker", daemon=True)
-    process.start()
+    try:
+        process.start()
+    except OSError as error:
+        if error.errno is not None or "too long" not in str(error):
+            raise
+        raise DataError(
+            f"TMPDIR={tempfile.gettempdir()} is too long for the sockets of data workers; set TMPDIR to a shorter path, or "
+            f"data.workers=0"
+        ) from error
     return process
 
 

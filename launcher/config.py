@@ -138,7 +138,7 @@ class RunConfig(BaseModel):
         if found := self.unrecordable():
             raise ConfigError(
                 f"training.cuda_graphs=true does not go with {' and '.join(found)}: a graph is of passes through all layers on a "
-                f"GPU, over whole sequences, or in segments on one context rank whose States keep their size; set "
+                f"GPU, over whole sequences, or in segments on one context rank, without full attention and Mamba-3; set "
                 f"training.cuda_graphs=false"
             )
 

@@ -24,6 +24,7 @@ from baton.data_pipeline.tokenizer import TOKENIZER_FILES, Tokenizer, load_token
 from baton.data_pipeline.tokenizer_json import as_tokenizer_json, tokenizer_config
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
+from baton.launcher.model_card import model_card
 from baton.launcher.model_folder import INDEXES, check_numbers, read_object, read_tensors
 from baton.launcher.run_directory import read_config
 from baton.models.config import ModelConfig, padding_to_rows
@@ -31,7 +32,6 @@ from baton.models.interchange.conversion import convert
 from baton.models.interchange.kinds import check_kinds
 from baton.models.interchange.mapping import InterchangeError, to_ours, to_theirs
 from baton.models.interchange.registry import family_of_config, family_of_model
-from baton.training.checkpoint.manifest import Manifest
 from baton.training.checkpoint.tools import newest_whole, whole_weights, write_weights
 
 SHARD_BYTES = 5 << 30
@@ -190,7 +190,9 @@ def _vocabulary_line(read: ReadModel, vocabulary: Vocabulary | None) -> str:
     )
 
 
-def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torch.dtype | None = None) -> tuple[Path, str]:
+def export_model(
+    place: Path, out: Path, *, step: int | None = None, dtype: torch.dtype | None = None, licence: str | None = None
+) -> tuple[Path, str]:
     """Write a run's checkpoint as a folder that another library loads; returns the checkpoint and whose format it is.
 
     Args:
@@ -198,6 +200,7 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
         out: a folder that does not exist.
         step: of the checkpoint; None: the newest whole one.
         dtype: of the tensors; None: float32. Those that a recurrence needs in float32 stay so.
+        licence: of the weights, an SPDX identifier for the model card; None: not stated.
 
     A model that no other library has is written with the code that reads it (models/interchange/remote).
 
@@ -239,7 +242,7 @@ def export_model(place: Path, out: Path, *, step: int | None = None, dtype: torc
         _write_tokenizer(tokenizer, aside)
         for name, text in family.code().items():
             (aside / name).write_text(text, encoding="utf-8")
-        (aside / "README.md").write_text(_card(run, checkpoint, model, family.library), encoding="utf-8")
+        (aside / "README.md").write_text(model_card(run, checkpoint, model, family.library, licence), encoding="utf-8")
         os.replace(aside, out)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -294,28 +297,3 @@ def _write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
         (folder / "tokenizer.json").write_text(converted, encoding="utf-8")
         named = tokenizer_config(converted, tokenizer.eod_id)
         (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
-
-
-def _card(run: Path, checkpoint: Path, model: ModelConfig, library: str) -> str:
-    """README.md of an exported folder: what the run's files say."""
-    manifest = Manifest.read(checkpoint)
-    config = read_config(run / "config.yaml")
-    data = config.data.model_dump(mode="json")
-    source = data.get("path") or ", ".join(data.get("sources") or {}) or data.get("kind")
-    kinds = ", ".join(dict.fromkeys(settings.kind for settings in model.mixers.values()))
-    return f"""# {config.name}
-
-A language model of {model.n_layers} layers of {kinds}, d_model {model.d_model}, vocabulary {model.vocab_size}, trained with Baton.
-Its format is that of {library}.
-
-| | |
-| --- | --- |
-| step | {manifest.step:,} of {config.training.steps:,} |
-| tokens | {manifest.tokens:,} |
-| sequence length | {config.training.sequence_length:,} |
-| data | {source} |
-| optimizer | AdamW, peak learning rate {config.training.optimizer.lr:g}, {config.training.schedule.kind} schedule |
-| layout | {", ".join(f"{name} {size}" for name, size in config.layout.sizes().items())} |
-
-Licence, intended use and limitations: to be filled in by whoever publishes it.
-"""

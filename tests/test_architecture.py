@@ -312,6 +312,14 @@ def test_figures_are_those_of_the_results(tables):
         assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)} is not what the results say: make tables"
 
 
+def test_the_shoot_out_is_that_of_its_records(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    page = importlib.import_module("shoot_out_page")
+    found = page.records()
+    assert found
+    assert (page.DOCS / "shoot-out.md").read_text(encoding="utf-8") == page.text_of(found), "python benchmarks/shoot_out_page.py"
+
+
 def test_a_result_that_is_none_is_named(tables, tmp_path):
     (tmp_path / "torn.json").write_text('[{"case": "x"')
     with pytest.raises(ValueError, match=r"torn.json: not a benchmark's result: "):

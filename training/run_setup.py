@@ -142,7 +142,7 @@ def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | N
         TextEvaluationCallback(train_state, source, metrics, settings)
         if isinstance(source, ShardSource)
         else TaskEvaluationCallback(train_state, source, metrics, settings),
-        LongContextCallback(train_state, source, metrics, settings),
+        LongContextCallback(train_state, source, metrics, settings, lambda: executor.close()),
         StateGradientCallback(train_state, metrics, training),
         checkpoint_callback,
         *load_callbacks(training.callbacks, CallbackContext(settings, train_state, metrics)),

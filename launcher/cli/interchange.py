@@ -29,6 +29,9 @@ def add(commands: Subparsers) -> None:
     write.add_argument("place", type=Path, metavar="RUN", help="a run directory, or a checkpoint's folder")
     write.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet")
     write.add_argument("--step", type=positive_int, metavar="N", help="of the checkpoint (default: the newest whole one)")
+    write.add_argument(
+        "--licence", metavar="SPDX", help="of the weights, for the model card, such as apache-2.0 (default: not stated)"
+    )
     write.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(default float32)")
 
 
@@ -58,7 +61,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from baton.launcher.interchange import export_model
 
     dtype = None if arguments.dtype == "float32" else getattr(torch, arguments.dtype)
-    checkpoint, library = export_model(arguments.place, arguments.out, step=arguments.step, dtype=dtype)
+    checkpoint, library = export_model(arguments.place, arguments.out, step=arguments.step, dtype=dtype, licence=arguments.licence)
     print(f"{arguments.out}: weights of {checkpoint}, in the format of {library}")
     if (arguments.out / "tokenizer.model").exists() and not (arguments.out / "tokenizer.json").exists():
         print("note: a tokenizer.json would give other ids than tokenizer.model on some texts, so it was not written")

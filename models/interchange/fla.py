@@ -124,7 +124,7 @@ class _FlaLinearAttention(Fla):
     """Widths of all keys and of all values, of d_model."""
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        heads = int(config.get("num_heads", self.default_heads))
+        heads = int(required({"num_heads": self.default_heads, **config}, "num_heads"))
         if config.get("num_kv_heads") is not None:
             only(config, "num_kv_heads", heads, heads)
         mapped, (of_keys, of_values) = config.get("feature_map"), self.default_expansions
@@ -261,7 +261,7 @@ class FlaTransformer(Fla):
 
 def _heads(config: Mapping[str, Any], default: int, width: int) -> dict[str, int]:
     """Heads that together are as wide as the model. Raises InterchangeError where their number does not divide its width."""
-    heads = config.get("num_heads", default)
+    heads = required({"num_heads": default, **config}, "num_heads")
     if width % heads:
         raise InterchangeError(f"config.json: num_heads={heads} does not divide hidden_size={width}")
     return {"heads": heads, "kv_heads": config.get("num_kv_heads") or heads, "head_dim": width // heads}

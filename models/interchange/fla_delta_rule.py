@@ -42,7 +42,7 @@ class FlaDeltaNet(_FlaDeltaRule):
     }
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        heads = config.get("num_heads", 16)
+        heads = required({"num_heads": 16, **config}, "num_heads")
         widths = {name: per_head(config, key, 1.0, width, heads) for name, key in (("d_key", "expand_k"), ("d_value", "expand_v"))}
         return {"heads": heads, **widths, **self._strength(config)}
 
@@ -73,7 +73,7 @@ class FlaGatedDeltaNet(_FlaDeltaRule):
     }
 
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
-        heads, d_key = config.get("num_heads", 6), required({"head_dim": 256, **config}, "head_dim")
+        heads, d_key = (required({key: default, **config}, key) for key, default in (("num_heads", 6), ("head_dim", 256)))
         if config.get("output_gate_activation", "swish") != "silu":
             only(config, "output_gate_activation", "swish", "swish")
         return {
@@ -118,7 +118,7 @@ class FlaKDA(_FlaDeltaRule):
     def _mixer(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
         d_key = required({"head_dim": 128, **config}, "head_dim")
         return {
-            "heads": config.get("num_heads", 16),
+            "heads": required({"num_heads": 16, **config}, "num_heads"),
             "v_heads": config.get("num_v_heads"),
             "d_key": d_key,
             "d_value": per_head(config, "expand_v", 1.0, d_key, 1),

@@ -52,11 +52,11 @@ def _of(kind: Kind, names: str) -> dict[str, Kind]:
 
 KINDS: dict[str, Kind] = {
     **_of(LAYERS, "num_hidden_layers n_layer"),
-    **_of(WHOLE, "hidden_size d_model vocab_size num_attention_heads num_heads state_size conv_kernel expand n_groups conv_size"),
+    **_of(WHOLE, "hidden_size d_model vocab_size num_attention_heads state_size conv_kernel expand n_groups conv_size"),
     **_of(WHOLE, "pad_vocab_size_multiple full_attention_interval linear_num_key_heads linear_num_value_heads"),
     **_of(WHOLE, "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"),
     **_of(_or_null(WHOLE), "num_key_value_heads num_kv_heads num_v_heads head_dim intermediate_size sliding_window window_size"),
-    **_of(_or_null(WHOLE), "num_slots expand_ratio max_position_embeddings original_max_position_embeddings"),
+    **_of(_or_null(WHOLE), "num_heads num_slots expand_ratio max_position_embeddings original_max_position_embeddings"),
     **_of(NUMBER, "rms_norm_eps layer_norm_epsilon mixer_rms_eps norm_eps expand_k expand_v gate_logit_normalizer"),
     **_of(_or_null(NUMBER), "hidden_ratio rope_theta partial_rotary_factor"),
     **_of(FLAG, "tie_word_embeddings tie_embeddings rms_norm use_output_gate use_lower_bound qkv_bias allow_neg_eigval"),

@@ -117,6 +117,10 @@ def test_a_saved_dataset_of_text_is_read_without_its_caches(texts, tmp_path, qui
     for name in ("train", "test"):
         prepare([tmp_path / "saved" / name], tmp_path / name, validation_fraction=0.0, workers=1, progress=quiet)
         assert list(documents(Dataset.open(tmp_path / name), "train")) == theirs[name]["text"]
+    for pattern in ("train", "train/*"):
+        prepare([tmp_path / "saved"], tmp_path / "one", exclude=[pattern], validation_fraction=0.0, workers=1, progress=quiet)
+        assert list(documents(Dataset.open(tmp_path / "one"), "train")) == theirs["test"]["text"]
+        shutil.rmtree(tmp_path / "one")
     next((tmp_path / "saved" / "train").glob("data-*.arrow")).unlink()
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=r"lacks data-.*restore it"):

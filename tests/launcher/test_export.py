@@ -8,11 +8,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support.compare import relative_error
+from support.runs import published
 
 from baton.data_pipeline.tokenizer import load_tokenizer
 from baton.launcher.cli import main
 from baton.launcher.errors import ConfigError
 from baton.launcher.interchange import _rounded
+from baton.training.monitoring.metrics import read_metrics
 
 
 def test_an_exported_run_is_the_runs_model_and_a_new_run_begins_with_it(inputs, undisturbed, launch, tmp_path, capsys, monkeypatch):
@@ -50,7 +52,8 @@ def test_an_exported_run_is_the_runs_model_and_a_new_run_begins_with_it(inputs, 
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
 
-    assert main(["export", str(undisturbed), "--out", str(tmp_path / "low"), "--dtype", "bfloat16"]) == 0
+    words = ("--dtype", "bfloat16", "--licence", "Apache-2.0")
+    assert main(["export", str(undisturbed), "--out", str(tmp_path / "low"), *words]) == 0
     low = load_file(tmp_path / "low" / "model.safetensors")
     kept = {name.partition(".mixer.")[2] for name, x in low.items() if x.dtype == torch.float32}
     assert kept == {"A_log", "D", "dt_proj.bias"}
@@ -59,6 +62,30 @@ def test_an_exported_run_is_the_runs_model_and_a_new_run_begins_with_it(inputs, 
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "low", dtype=torch.float32).eval()
         assert relative_error(again(tokens).logits, theirs(tokens).logits) <= 2e-2
     assert json.loads((tmp_path / "low" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_the_card_says_what_was_trained_and_what_to_cite(inputs, undisturbed, tmp_path, monkeypatch):
+    """As the Hub's library reads it; of a checkpoint before the last, what was known then."""
+    from huggingface_hub import ModelCard
+
+    monkeypatch.chdir(inputs.run.parent)
+    for step, licence in ((None, None), (min(published(undisturbed)), "Apache-2.0")):
+        out = tmp_path / f"{step}"
+        words = [] if step is None else ["--step", str(step), "--licence", licence]
+        assert main(["export", str(undisturbed), "--out", str(out), *words]) == 0
+        card = ModelCard.load(out / "README.md")
+        assert card.data.license == (licence and licence.lower())
+        assert (card.data.library_name, card.data.tags) == ("transformers", ["baton", "mamba"])
+        rows = [row for row in read_metrics(undisturbed / "metrics.jsonl") if step is None or row["step"] <= step]
+        losses = [row["loss"] for row in rows if row["kind"] == "train"]
+        mean = sum(losses) / len(losses)
+        assert f"| training loss | {mean:.4f} nats a token, mean of the last {len(losses)} steps |" in card.text
+        found = [row for row in rows if row["kind"] == "evaluation"]
+        assert found
+        assert f"{found[-1]['loss']:.4f} nats a token, {found[-1]['bits_per_byte']:.4f} bits a byte" in card.text
+        assert f"| step | {losses and rows[-1]['step']:,} of " in card.text
+        assert "Gu & Dao 2023" in card.text
+        assert ("Licence: not stated" in card.text) == (licence is None)
 
 
 def test_a_model_that_no_other_library_has_takes_its_code_with_it(inputs, launch, remote_code, tmp_path, capsys, monkeypatch):

@@ -70,3 +70,14 @@ def test_a_value_of_another_kind_is_refused_by_its_key(family, tmp_path):
             assert "\n" not in str(refused.value)
             if key in SIZES and (value != 10**9 or key in LAYERS):
                 assert key in str(refused.value), (key, value)
+
+
+def test_heads_that_follow_from_another_setting_may_be_null(tmp_path):
+    """As older versions of fla wrote HGRN2's; where nothing else says how many there are, null is refused."""
+    folder = tmp_path / "config.json"
+    for architecture, needle in (("HGRN2ForCausalLM", "no weights"), ("GLAForCausalLM", "config.json has no num_heads")):
+        family = next(one for one in FAMILIES if architecture in one.architectures)
+        needed = {key: value for key, (value, _) in family.needed.items()}
+        folder.write_text(json.dumps(ANY | needed | {"architectures": [architecture], "num_heads": None}))
+        with pytest.raises(ConfigError, match=needle):
+            read_model(tmp_path)

@@ -1,5 +1,7 @@
 """Loss by position, norms of States and the reach of gradients on long rows, with every evaluation."""
 
+from collections.abc import Callable
+
 import torch
 
 from baton.data_pipeline.packing import IGNORE_INDEX, Batch
@@ -17,14 +19,21 @@ from baton.training.step.executor import StepResult
 
 class LongContextCallback(Callback):
     """Evaluates long rows together with every evaluation, if evaluation.long_tokens or gradient_reach_segment_length ask for
-    it."""
+    it. release_graphs: frees the steps' recorded passes, which the next step records again; beside their memory there may be no
+    room for the plain passes that gradient reach takes."""
 
     time_category = "evaluation"
 
     def __init__(
-        self, train_state: TrainState, source: ShardSource | TaskSource, metrics: MetricsLogger | None, settings: RunSettings
+        self,
+        train_state: TrainState,
+        source: ShardSource | TaskSource,
+        metrics: MetricsLogger | None,
+        settings: RunSettings,
+        release_graphs: Callable[[], None],
     ) -> None:
         self._train_state, self._metrics, self._training = train_state, metrics, settings.training
+        self._release_graphs = release_graphs
         self._rows: LongRows | None = None
         self._first = True
         evaluation, documents = settings.training.evaluation, isinstance(source, ShardSource)
@@ -48,6 +57,7 @@ class LongContextCallback(Callback):
             if self._metrics is not None:
                 self._metrics.log_long_context(progress.step, progress.tokens, looked.to_json())
         if evaluation.gradient_reach_segment_length:
+            self._release_graphs()
             found = self._gradient_reach(self._rows)
             if self._metrics is not None:
                 seen = None if found is None else {**found.to_json(), "reach": found.reach()}
