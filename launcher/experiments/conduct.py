@@ -183,7 +183,7 @@ class _Conductor:
             ours, theirs = fork.Pipe()
             # a trainer must not keep the others' ends open: they would not see them closed
             others = [trainer.connection for trainer in self.trainers] + [ours]
-            process = fork.Process(target=_serve, args=(theirs, others, self.device, number, os.getpid()))
+            process = fork.Process(target=_serve, args=(theirs, others, self.device, number, self.processes, os.getpid()))
             process.start()
             theirs.close()
             self.trainers.append(_Trainer(process, ours))

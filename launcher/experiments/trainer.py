@@ -57,14 +57,16 @@ def read_result(trial: Trial) -> Result | None:
     return result if result.steps == trial.config.training.steps else None
 
 
-def serve(connection: Connection, device: Device, number: int, parent: int) -> None:
+def serve(connection: Connection, device: Device, number: int, trainers: int, parent: int) -> None:
     """A trainer: trains the runs that the connection names until it is closed, and sends (status, sentence) for each. Status 0: it
-    is finished, 75: stopped and saved, another: failed. number: of this trainer, which on a GPU is that of its device."""
+    is finished, 75: stopped and saved, another: failed. number: of this trainer, which on a GPU is that of its device; trainers:
+    how many there are."""
     from baton.launcher.worker import die_with_parent
 
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt reaches all processes; the conductor passes it on
     preemption.install_handlers()
+    os.environ["LOCAL_WORLD_SIZE"] = str(trainers)  # they share the cores
     mesh = _world(device, number)
     while True:
         try:
