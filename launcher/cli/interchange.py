@@ -14,7 +14,7 @@ def add(commands: Subparsers) -> None:
     )
     read.add_argument(
         "--to",
-        choices=("gsa", "gla", "retnet", "gated_delta_net"),
+        choices=("gsa", "gla", "retnet", "gated_delta_net", "mamba2"),
         help="convert a Transformer into a recurrent model, to be finetuned (T2R)",
     )
     read.add_argument(

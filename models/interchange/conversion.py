@@ -4,10 +4,11 @@ Source: Zhang et al. 2024, "Gated Slot Attention", section 4.2, after Kasai et a
 of queries, keys, values and outputs are kept; gates and decays, the norm of the outputs and convolutions are new. There is no gate
 of the outputs where a mixer can do without. The gates of GSA's slots begin with larger weights than from scratch (`_slot_gates`).
 As in the paper, queries and keys of GLA and RetNet go through relu, since softmax attention has no negative scores either; those of
-GSA are as they are. Rotary positions are left out, but RetNet has them too.
+GSA are as they are. Mamba-2's C, B and x are queries, keys and values, a group for each head; its gate, which nothing in a
+Transformer is like, is new. Rotary positions are left out, but RetNet has them too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,37 +22,47 @@ Widths = tuple[int, int, int]
 """Numbers of query heads and of key heads, and the width of a head."""
 
 
-def _gsa(attention: AttentionConfig, sizes: Widths) -> dict[str, Any]:
+def _gsa(attention: AttentionConfig, sizes: Widths, d_model: int) -> dict[str, Any]:
     heads, kv_heads, width = sizes
     activations = {"feature_map": "identity", "value_activation": None, "output_activation": None}
     return {"head_dim": width, "heads": heads, "kv_heads": kv_heads, **activations}
 
 
-def _linear(attention: AttentionConfig, sizes: Widths) -> dict[str, Any]:
+def _linear(attention: AttentionConfig, sizes: Widths, d_model: int) -> dict[str, Any]:
     heads, _, width = sizes
     return {"heads": heads, "d_key": width, "d_value": width, "feature_map": "relu", "output_gate": False}
 
 
-def _retnet(attention: AttentionConfig, sizes: Widths) -> dict[str, Any]:
+def _retnet(attention: AttentionConfig, sizes: Widths, d_model: int) -> dict[str, Any]:
     if attention.rope_theta is None:
         raise InterchangeError("attention without positions is not converted to retnet, which has rotary ones; choose gla")
     if attention.rope_fraction != 1 or attention.rope_scaling is not None:
         raise InterchangeError(
             "attention with rope_fraction or rope_scaling is not converted to retnet, which has neither; choose gla"
         )
-    return {**_linear(attention, sizes), "rope_theta": attention.rope_theta}
+    return {**_linear(attention, sizes, d_model), "rope_theta": attention.rope_theta}
 
 
-def _delta_rule(attention: AttentionConfig, sizes: Widths) -> dict[str, Any]:
+def _delta_rule(attention: AttentionConfig, sizes: Widths, d_model: int) -> dict[str, Any]:
     heads, _, width = sizes
     return {"heads": heads, "d_key": width, "d_value": width}
 
 
-TARGETS: dict[str, Callable[[AttentionConfig, Widths], dict[str, Any]]] = {
+def _state_space(attention: AttentionConfig, sizes: Widths, d_model: int) -> dict[str, Any]:
+    heads, _, width = sizes
+    if heads * width % d_model:
+        raise InterchangeError(
+            f"heads that are together {heads * width} wide are not converted to mamba2, whose are a multiple of d_model={d_model}"
+        )
+    return {"expand": heads * width // d_model, "head_dim": width, "d_state": width, "n_groups": heads}
+
+
+TARGETS: dict[str, Callable[[AttentionConfig, Widths, int], dict[str, Any]]] = {
     "gsa": _gsa,
     "gla": _linear,
     "retnet": _retnet,
     "gated_delta_net": _delta_rule,
+    "mamba2": _state_space,
 }
 """Settings of the mixer by its kind."""
 
@@ -92,7 +103,7 @@ def convert(
         pattern[-1] = f"{name}+{mlp}"
     if len(kept) == model.n_layers:
         raise InterchangeError(f"keep_attention={keep_attention} keeps the attention of every layer; keep that of fewer")
-    mixers = {target: {"kind": target, **TARGETS[target](attention, sizes)}, mlp: model.mixers[mlp].model_dump()}
+    mixers = {target: {"kind": target, **TARGETS[target](attention, sizes, model.d_model)}, mlp: model.mixers[mlp].model_dump()}
     mixers |= {name: attention.model_dump()} if kept else {}
     converted = ModelConfig.model_validate(model.model_dump() | {"pattern": pattern, "mixers": mixers})
     found = {}
@@ -102,7 +113,9 @@ def convert(
             part[2] = target
             x = _projection(x, ".".join(part[4:]), target, sizes)
         found[".".join(part)] = x
-    if target == "gated_delta_net":
+    if target == "mamba2":
+        _group(found, sizes, sorted(set(range(model.n_layers)) - set(kept)))
+    if target in ("gated_delta_net", "mamba2"):
         found |= _convolutions(converted, target, kept)
     if target == "gsa":
         found |= _slot_gates(converted, target, kept)
@@ -123,11 +136,24 @@ def _convolutions(model: ModelConfig, target: str, kept: list[int]) -> dict[str,
     found = {}
     for number in set(range(model.n_layers)) - set(kept):
         for declared in model.mixers[target].parameters(model.d_model):
-            if declared.name.startswith("conv_weights."):
+            if "conv_" in declared.name:
                 taps = torch.zeros(declared.shape)
-                taps[:, -1] = 1
+                if not declared.name.endswith("_bias"):
+                    taps[:, -1] = 1
                 found[f"layers.{number}.{target}.mixer.{declared.name}"] = taps
     return found
+
+
+def _group(found: dict[str, Tensor], sizes: Widths, layers: Sequence[int]) -> None:
+    """Make queries, keys and values C, B and x of Mamba-2: B and C of a head lie beside each other."""
+    heads, _, width = sizes
+    for number in layers:
+        place = f"layers.{number}.mamba2.mixer"
+        if f"{place}.in_proj.q.weight" not in found:
+            continue
+        q, k, v = (found.pop(f"{place}.in_proj.{part}.weight") for part in "qkv")
+        both = torch.cat([x.unflatten(0, (heads, width)) for x in (k, q)], dim=1).flatten(0, 1)
+        found |= {f"{place}.in_proj.x.weight": v, f"{place}.{'in_proj.bc' if heads > 1 else 'bc_proj'}.weight": both}
 
 
 _GATE_LOGITS = 4.0

@@ -89,6 +89,45 @@ def test_other_mixers_repeat_what_heads_share(target, tmp_path):
         torch.testing.assert_close(y, F.silu(x))
 
 
+def test_mamba2_reads_with_queries_and_writes_values_by_keys(tmp_path):
+    """Four heads of 16 of which two share keys and values: four groups. What its convolutions give to the recurrence."""
+    theirs = transformers_model("Llama", **HEADS | {"head_dim": 16})
+    theirs.save_pretrained(tmp_path / "llama")
+    assert main(["import", str(tmp_path / "llama"), "--out", str(tmp_path / "start"), "--to", "mamba2"]) == 0
+    model = ModelConfig.model_validate(yaml.safe_load((tmp_path / "start.yaml").read_text()))
+    weights = load_file(tmp_path / "start.safetensors")
+    new = {"in_proj.z.weight", "in_proj.dt.weight", "A_log", "dt_bias", "D", "norm.weight"}
+    assert names_of(model) - set(weights) == {f"layers.{n}.mamba2.mixer.{name}" for n in range(2) for name in new}
+    assert set(weights) <= names_of(model)
+    built = language_model(model, seed=0)
+    with torch.no_grad():
+        for name, parameter, layout in named_layouts(built):
+            for block in layout.shard_boxes(name, 0, 1):
+                if block.name in weights:
+                    parameter[block.local_row : block.local_row + block.extent[0]].copy_(weights[block.name])
+    found, own = built.layers["1"]["mamba2"].mixer, theirs.model.layers[1].self_attn
+    x = torch.randn(1, 7, 32, generator=seeded(2))
+    with torch.no_grad():
+        y, _ = found(x, torch.arange(7, dtype=torch.int32)[None], None)
+        q, k, v = (F.silu(part(x[0])).unflatten(-1, (-1, 16)) for part in (own.q_proj, own.k_proj, own.v_proj))
+        z, _, dt, _ = found.in_proj(x[0], found.in_proj.local_splits)
+        step, gate, expected = F.softplus(dt + found.dt_bias), F.silu(z).unflatten(-1, (4, 16)), torch.zeros(7, 4, 16)
+        for head in range(4):
+            S = torch.zeros(16, 16)
+            for t in range(7):
+                given = step[t, head] * torch.outer(k[t, head // 2], v[t, head // 2])
+                S = torch.exp(-found.A_log[head].exp() * step[t, head]) * S + given
+                expected[t, head] = q[t, head] @ S + found.D[head] * v[t, head // 2]
+        expected = F.rms_norm(expected * gate, (16,), eps=model.norm_eps).flatten(1) * found.norm.weight
+        assert relative_error(y[0], own.o_proj(expected)) <= 1e-5
+
+
+def test_an_odd_width_is_not_mamba2s(tmp_path, capsys):
+    transformers_model("Llama", **HEADS).save_pretrained(tmp_path / "llama")
+    assert main(["import", str(tmp_path / "llama"), "--out", str(tmp_path / "start"), "--to", "mamba2"]) == 2
+    assert "heads that are together 48 wide are not converted to mamba2" in capsys.readouterr().err
+
+
 def test_retnet_has_rotary_positions(tmp_path, capsys):
     model = ModelConfig(
         d_model=16, n_layers=1, vocab_size=8, pattern=["attention+swiglu"],
