@@ -43,6 +43,8 @@ from baton.training.evaluation.loaded_model import LoadedModel
 from baton.training.monitoring.metrics import read_metrics
 
 RECORDS = RESULTS / "shoot_out"
+TOKENIZER = Path(__file__).with_name("shoot_out_tokenizer.json")
+"""Of `baton tokenizer train --kind hf-bpe --vocab-size 8192` on this text, once, so that records of any day have the same ids."""
 BATON = [sys.executable, "-P", "-m", "baton.launcher.cli"]
 PARAMETERS, WITHIN = 130e6, 0.02
 WIDTH, LAYERS, VOCABULARY = 768, 16, 8192
@@ -178,13 +180,7 @@ class ShootOut:
         )
         if baton(*words, log=self.log):
             raise SystemExit(f"the text was not prepared; see {self.log}")
-        tokenizer = self.data / "tokenizer.json"
-        if (text / "tokenizer.json").exists():
-            tokenizer.write_bytes((text / "tokenizer.json").read_bytes())
-        else:
-            words = ("tokenizer", "train", str(self.data / "shards"), "--kind", "hf-bpe", "--vocab-size", str(VOCABULARY))
-            if baton(*words, "--out", str(tokenizer), log=self.log):
-                raise SystemExit(f"no tokenizer was trained; see {self.log}")
+        (self.data / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
 
     def train(self, name: str, family: str, steps: int, rate: float) -> list[dict[str, Any]]:
         """Rows of a run's record; none: it diverged."""

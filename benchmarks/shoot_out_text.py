@@ -46,7 +46,7 @@ WHEELS = (
     "twisted==25.5.0",
     "wagtail==7.2",
 )
-KERNEL = "linux-source-6.1"
+KERNEL = "linux-source-6.1=6.1.192-3"
 """Debian's package of Linux: C, and documentation in English."""
 FOLDERS = """
 Documentation arch/arm64 arch/x86 block crypto drivers/base drivers/block drivers/char drivers/md drivers/net/ethernet/intel
