@@ -83,6 +83,7 @@ class Engine:
     ) -> None:
         """members: of each of the optimizer's groups, before ZeRO makes them flat."""
         self._module, self._engine, self._mesh, self._clip_norm = module, engine, mesh, clip_norm
+        self._parameters = list(module.parameters())  # a walk through all modules takes as long as an update of few parameters
         self.stage: int = mesh.layout.zero
         self._members = members
         self._ranks = dist.get_world_size(mesh.data_group)
@@ -108,7 +109,7 @@ class Engine:
 
     def local_norms(self) -> dict[nn.Parameter, Tensor]:
         """Norms of this rank's gradients, fp32 [], before they are summed over data x context."""
-        own = {p: p.grad for p in self._module.parameters() if p.grad is not None}
+        own = {p: p.grad for p in self._parameters if p.grad is not None}
         return dict(zip(own, torch._foreach_norm(list(own.values())), strict=True)) if own else {}
 
     def step(
@@ -197,7 +198,7 @@ class Engine:
             )
 
     def _drop_gradients(self) -> None:
-        for p in self._module.parameters():
+        for p in self._parameters:
             p.grad = None
         if self.stage:
             from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
@@ -287,7 +288,7 @@ class Engine:
             return
         # the moments by the group's flat tensor: DeepSpeed's own links to optimizer fragments cover group 0 only
         flats = self._zero.single_partition_of_fp32_groups
-        for p in self._module.parameters():
+        for p in self._parameters:
             fragment = getattr(p, "_hp_mapping", None)
             if fragment is None:
                 continue

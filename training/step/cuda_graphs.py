@@ -65,7 +65,7 @@ class CudaGraphs:
 
     def __init__(self, model: LanguageModel, recorder: Callable[[torch.device], GraphRecorder] = CudaGraphRecorder) -> None:
         assert model.stage.count == 1
-        self._model, self._recorder = model, recorder
+        self._model, self._recorder, self._parameters = model, recorder, list(model.parameters())
         self._recorded: _RecordedGraphs | None = None
 
     def runner(
@@ -81,10 +81,12 @@ class CudaGraphs:
             found = None  # gives its memory back first
             self.release()
             found = self._recorded = self._record(like, schedule, lanes)
-        for module, copy in found.copies:
-            if module._cast_weight_cache is not copy:  # dropped, since the weight has changed
-                copy.copy_(module.weight.detach())
-                module._cast_weight_cache = copy
+        # dropped, since the weight has changed
+        stale = [(module, copy) for module, copy in found.copies if module._cast_weight_cache is not copy]
+        if stale:
+            torch._foreach_copy_([copy for _, copy in stale], [module.weight.detach() for module, _ in stale])
+        for module, copy in stale:
+            module._cast_weight_cache = copy
         _reset_buffers(found)
         found.passes.scale.fill_(scale)
         return CudaGraphRunner(self._model, found, batches, schedule)
@@ -108,7 +110,7 @@ class CudaGraphs:
         return None if link is None or link.size == 1 else link.observer
 
     def _addresses(self) -> tuple[int, ...]:
-        return tuple(p.data_ptr() for p in self._model.parameters())
+        return tuple(p.data_ptr() for p in self._parameters)
 
     def _record(self, like: Batch[Tensor], schedule: StepSchedule, lanes: LaneStates | None) -> _RecordedGraphs:
         model, recorder = self._model, self._recorder(like.tokens.device)
