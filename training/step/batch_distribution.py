@@ -69,10 +69,12 @@ class StepReader:
     def __next__(self) -> StepBatches:
         """Waits for the data. Raises the stream's errors."""
         read, self._read = self._read, None
-        began = time.perf_counter()
+        wait_s = 0.0
         if read is None and self._stream is not None:
-            read = _Read.of(next(self._stream), self._mesh)
-        wait_s = time.perf_counter() - began
+            began = time.perf_counter()
+            data = next(self._stream)
+            wait_s = time.perf_counter() - began
+            read = _Read.of(data, self._mesh)
         at = self._training.at(self._step)
         self._step += 1
         shape = at.micro_batch_size, at.sequence_length
