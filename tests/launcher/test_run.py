@@ -104,7 +104,8 @@ def test_the_undisturbed_record_is_whole(undisturbed):
             assert all(seconds >= 0 for seconds in row["seconds"].values())
             assert row["seconds"]["forward"] > 0
             assert row["seconds"]["backward"] > 0
-            assert row["data_wait_s"] > 0
+            # a batch that was read while the passes before it ran is not waited for; the first one is
+            assert row["data_wait_s"] >= 0 if row["step"] > 1 else row["data_wait_s"] > 0
             assert row["tokens_per_s"] > 0
             assert row["memory_bytes"] > 2**20
 
