@@ -4,6 +4,8 @@ A parameter stays fp32 (ZeRO's master copy is made from it) and is cast once per
 `drop_cast_weights` after every change of the parameters.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -24,8 +26,13 @@ class CastWeightCache:
         return self._cast_weight_cache
 
 
-def drop_cast_weights(module: nn.Module) -> None:
-    """Drop every cast weight. Called after the parameters change: an optimizer step, a load, an edit."""
-    for child in module.modules():
-        if isinstance(child, CastWeightCache):
-            child._cast_weight_cache = None
+def caches_of(module: nn.Module) -> list[CastWeightCache]:
+    """Everything in the module that keeps a cast weight."""
+    return [child for child in module.modules() if isinstance(child, CastWeightCache)]
+
+
+def drop_cast_weights(caches: nn.Module | Iterable[CastWeightCache]) -> None:
+    """Drop every cast weight, of a module or of its `caches_of`. Called after the parameters change: an optimizer step, a load, an
+    edit."""
+    for cache in caches_of(caches) if isinstance(caches, nn.Module) else caches:
+        cache._cast_weight_cache = None

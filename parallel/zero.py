@@ -1,7 +1,8 @@
 """ZeRO by DeepSpeed, in modes that give exact gradients however backward is called.
 
 The engine owns the optimizer and nothing else. Parameters are fp32; the executor calls autograd itself and gradients accumulate in
-`.grad`; `Engine.step` sums them over data x context, clips by the global norm, updates and gathers. In DeepSpeed's terms: ZeRO-0
+`.grad`; `Engine.sum_gradients` sums them over data x context, `Engine.update` clips by the global norm, updates and gathers. In
+DeepSpeed's terms: ZeRO-0
 and ZeRO-1 with unmanaged gradient accumulation, ZeRO-2 within `coalesce_grad_reduction`. tests/parallel/test_zero.py compares all
 three with plain PyTorch and guards every version bump.
 
@@ -15,50 +16,20 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from baton.kernels.adamw import AdamWStep, adamw_step
+from baton.kernels.adamw import AdamWStep, prepare_adamw
 from baton.parallel import compat
 from baton.parallel.deepspeed_settings import DeepSpeedGroups, deepspeed_config
-from baton.parallel.errors import LayoutError
 from baton.parallel.mesh import Mesh
 from baton.parallel.param_layout import layout_of, named_layouts
 
 _CHUNK = 1 << 24  # elements of a fragment that `update_norm` works on together
-
-
-def parameter_groups(
-    module: nn.Module, weight_decay: float, lr_overrides: Sequence[str] = (), elsewhere: Iterable[str] = ()
-) -> list[dict[str, Any]]:
-    """Optimizer groups from the layouts, in the module's order: decayed and not decayed, for each learning rate.
-
-    lr_overrides: patterns of parameter names that have a learning rate of their own, the first match counts; a group's
-    "lr_override" says which
-    ("": none). An empty group is left out, and so is a parameter that is not trained, or not here. elsewhere: names of other
-    stages' parameters, which patterns may match as well.
-
-    Raises:
-        LayoutError: a pattern that no parameter's name matches.
-    """
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
-    for rate in ("", *lr_overrides):
-        for decay in (True, False):
-            name = f"{'' if decay else 'no_'}decay{rate and f' {rate}'}"
-            groups[rate, decay] = {"name": name, "lr_override": rate, "params": [], "weight_decay": weight_decay if decay else 0.0}
-    unused = [rate for rate in lr_overrides if not any(fnmatchcase(name, rate) for name in elsewhere)]
-    for name, parameter, layout in named_layouts(module):
-        matching = [rate for rate in lr_overrides if fnmatchcase(name, rate)]
-        unused = [rate for rate in unused if rate not in matching]
-        if parameter.requires_grad and not layout.tied_replica:
-            groups[matching[0] if matching else "", layout.decay]["params"].append(parameter)
-    if unused:
-        raise LayoutError(f"training.optimizer.lr_overrides: no parameter's name matches {unused[0]!r}")
-    return [group for group in groups.values() if group["params"]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +47,8 @@ class Fragment:
 
 
 class Engine:
-    """DeepSpeed's engine at ZeRO stage 0, 1 or 2, driven alike: every backward of a step within `gradients`, then `step`."""
+    """DeepSpeed's engine at ZeRO stage 0, 1 or 2, driven alike: every backward of a step within `gradients`, then `sum_gradients`,
+    then `update` or `drop_gradients`."""
 
     def __init__(
         self, module: nn.Module, engine: Any, mesh: Mesh, clip_norm: float, members: Mapping[str, Sequence[nn.Parameter]]
@@ -91,6 +63,7 @@ class Engine:
         self._optimizer: torch.optim.Optimizer = self._zero.optimizer if self.stage else engine.optimizer
         self._fused = bool(self.stage) and isinstance(self._optimizer, torch.optim.AdamW) and mesh.device.type == "cuda"
         self._updates = 0  # that were made, as the optimizer counts them on the device
+        self._prepared: Callable[[float], None] | None = None  # the update of the gradients that are summed
         if self.stage == 2:
             # its hooks on the parameters hold it, and Python does not see that the parameters hold these: with them it would stay
             # for ever, and so would its process groups with their threads
@@ -98,7 +71,7 @@ class Engine:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups: set "lr" there. "name" and "lr_override" are `parameter_groups`'."""
+        """The optimizer's groups: set "lr" there. "name" and "lr_override" are those of `parameter_groups.parameter_groups`."""
         groups: list[dict[str, Any]] = self._engine.optimizer.param_groups
         return groups
 
@@ -112,27 +85,31 @@ class Engine:
         own = {p: p.grad for p in self._parameters if p.grad is not None}
         return dict(zip(own, torch._foreach_norm(list(own.values())), strict=True)) if own else {}
 
-    def step(
-        self, refuse: Callable[[float], bool] = lambda norm: False, norms: Mapping[nn.Parameter, Tensor] | None = None
-    ) -> float:
-        """Sum gradients over data x context, clip, update, gather. Returns the norm before the clip; the gradients are gone.
+    def sum_gradients(self, norms: Mapping[nn.Parameter, Tensor] | None = None) -> Tensor:
+        """Sum the gradients over data x context; returns the global norm, float64 [], without waiting for it.
 
-        refuse: is asked, on all ranks and with the norm, whether to make no update; its answer must be the same on all.
+        The update is prepared as far as it does not depend on values, which takes the host longer than the rest of it.
+
         norms: `local_norms`, if they are known and the gradients have not changed since.
         """
         groups = self._summed_gradients()
         if norms is None or self._ranks > 1:
             found = [(p, grad) for gradients in groups for p, grad, _ in gradients]
             norms = dict(zip((p for p, _ in found), torch._foreach_norm([grad for _, grad in found]), strict=True)) if found else {}
-        norm = self._global_norm(norms)
-        if not refuse(norm):
-            # the same small number as torch's clip_grad_norm_ and DeepSpeed have against a division by zero
-            clipped = self._clip_norm > 0 and norm + 1e-6 > self._clip_norm
-            self._update(groups, self._clip_norm / (norm + 1e-6) if clipped else 1.0)
-            self._updates += 1
-        del groups
-        self._drop_gradients()
-        return norm
+        self._prepared = self._prepare_update(groups)
+        return self._global_norm(norms)
+
+    def update(self, norm: float) -> None:
+        """Clip, update this rank's part of the parameters and gather the others'. The gradients are gone.
+
+        norm: what `sum_gradients` returned.
+        """
+        assert self._prepared is not None
+        # the same small number as torch's clip_grad_norm_ and DeepSpeed have against a division by zero
+        clipped = self._clip_norm > 0 and norm + 1e-6 > self._clip_norm
+        self._prepared(self._clip_norm / (norm + 1e-6) if clipped else 1.0)
+        self._updates += 1
+        self.drop_gradients()
 
     def _summed_gradients(self) -> list[list[tuple[nn.Parameter, Tensor, int]]]:
         """By group of the optimizer: what this rank updates, with its gradient summed over data x context and where its elements
@@ -154,33 +131,41 @@ class Engine:
             for n, params in enumerate(zero.params_in_partition)
         ]
 
-    def _update(self, groups: Sequence[Sequence[tuple[nn.Parameter, Tensor, int]]], scale: float) -> None:
-        """Update this rank's part of the parameters and gather the others'. scale: of the gradients."""
+    def _prepare_update(self, groups: Sequence[Sequence[tuple[nn.Parameter, Tensor, int]]]) -> Callable[[float], None]:
+        """A function that makes the update, given a factor of the gradients."""
         if self.stage == 0:
-            if scale != 1.0:
-                torch._foreach_mul_([grad for gradients in groups for _, grad, _ in gradients], scale)
-            self._optimizer.step()
-            return
+            return partial(self._update_whole, [grad for gradients in groups for _, grad, _ in gradients])
         flats = self._zero.single_partition_of_fp32_groups
-        if self._fused:
-            counts = list[Tensor]()
-            for settings, flat, gradients in zip(self._optimizer.param_groups, flats, groups, strict=True):
-                state, grads = self._optimizer.state[flat], [grad.contiguous() for _, grad, _ in gradients]
-                made = AdamWStep(
-                    settings["lr"], settings["betas"], settings["eps"], settings["weight_decay"], self._updates + 1, scale
-                )
-                adamw_step(flat.data, state["exp_avg"], state["exp_avg_sq"], grads, [at for _, _, at in gradients], made)
-                counts.append(state["step"])
-            torch._foreach_add_(counts, 1.0)
-        else:
-            for flat, gradients in zip(flats, groups, strict=True):
-                flat.grad = torch.zeros_like(flat)
-                for _, grad, at in gradients:
-                    flat.grad[at : at + grad.numel()] = grad.reshape(-1)
-                flat.grad *= scale
-            self._optimizer.step()
-            for flat in flats:
-                flat.grad = None
+        if not self._fused:
+            return partial(self._update_flat, list(zip(flats, groups, strict=True)))
+        updates = []
+        for settings, flat, gradients in zip(self._optimizer.param_groups, flats, groups, strict=True):
+            state, grads = self._optimizer.state[flat], [grad.contiguous() for _, grad, _ in gradients]
+            starts = [at for _, _, at in gradients]
+            updates.append((settings, prepare_adamw(flat.data, state["exp_avg"], state["exp_avg_sq"], grads, starts)))
+        return partial(self._update_in_one_pass, updates)
+
+    def _update_whole(self, gradients: list[Tensor], scale: float) -> None:
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, scale)
+        self._optimizer.step()
+
+    def _update_flat(self, groups: Sequence[tuple[Tensor, Sequence[tuple[nn.Parameter, Tensor, int]]]], scale: float) -> None:
+        for flat, gradients in groups:
+            flat.grad = torch.zeros_like(flat)
+            for _, grad, at in gradients:
+                flat.grad[at : at + grad.numel()] = grad.reshape(-1)
+            flat.grad *= scale
+        self._optimizer.step()
+        for flat, _ in groups:
+            flat.grad = None
+        self._gather()
+
+    def _update_in_one_pass(self, updates: Sequence[tuple[dict[str, Any], Callable[[AdamWStep], None]]], scale: float) -> None:
+        for settings, update in updates:
+            lr, betas, eps, decay = (settings[name] for name in ("lr", "betas", "eps", "weight_decay"))
+            update(AdamWStep(lr, betas, eps, decay, self._updates + 1, scale))
+        torch._foreach_add_(list(self.update_counts().values()), 1.0)
         self._gather()
 
     def _gather(self) -> None:
@@ -197,7 +182,9 @@ class Engine:
                 allgather_bucket_size=zero.allgather_bucket_size,
             )
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
+        """Make no update."""
+        self._prepared = None
         for p in self._parameters:
             p.grad = None
         if self.stage:
@@ -209,9 +196,9 @@ class Engine:
             for n in self._zero.averaged_gradients:
                 self._zero.averaged_gradients[n] = self._zero.all_grad_tensors[n] = None
 
-    def _global_norm(self, norms: Mapping[nn.Parameter, Tensor]) -> float:
+    def _global_norm(self, norms: Mapping[nn.Parameter, Tensor]) -> Tensor:
         """Norm of the whole gradients, of those of which this rank has parts; a parameter counts once, on however many ranks it
-        is."""
+        is. float64 []."""
         counted = [norm for p, norm in norms.items() if layout_of(p).split is not None or self._mesh.tensor_rank == 0]
         squares = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         if counted:
@@ -220,7 +207,7 @@ class Engine:
             dist.all_reduce(squares, group=self._mesh.data_group)
         if dist.get_world_size(self._mesh.model_group) > 1:
             dist.all_reduce(squares, group=self._mesh.model_group)
-        return float(squares.sqrt())
+        return squares.sqrt()
 
     @torch.no_grad()
     def update_norm(self) -> float:

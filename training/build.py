@@ -14,6 +14,7 @@ from baton.parallel import zero
 from baton.parallel.context_parallel import ContextLink, add_gather
 from baton.parallel.mesh import Mesh
 from baton.parallel.param_layout import initialize_parameters, parameter_count
+from baton.parallel.parameter_groups import parameter_groups
 from baton.training.adamw import AdamW
 from baton.training.config import TrainingConfig
 
@@ -40,7 +41,7 @@ def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> TrainSta
     initialize_parameters(model, training.seed, mesh.tensor_rank, mesh.layout.tensor)
     settings = training.optimizer
     optimizer = AdamW(
-        zero.parameter_groups(model, settings.weight_decay, tuple(settings.lr_overrides), _names_elsewhere(model, mesh)),
+        parameter_groups(model, settings.weight_decay, tuple(settings.lr_overrides), _names_elsewhere(model, mesh)),
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,

@@ -1,5 +1,8 @@
 """The training loop: resume, steps with the callbacks after each, and going back to a checkpoint after an anomaly."""
 
+from contextlib import suppress
+from functools import partial
+
 from baton.data_pipeline.errors import StorageError
 from baton.parallel import comm_timing
 from baton.parallel.mesh import Mesh
@@ -43,6 +46,10 @@ def train(settings: RunSettings, mesh: Mesh) -> None:
     except (RunError, StorageError):  # raised on all ranks alike; a checkpoint being written is of before, and sound
         run.checkpoint_callback.finish()
         raise
+    finally:
+        if run.metrics is not None:
+            with suppress(RuntimeError):  # a GPU that has failed does not say when it did what
+                run.metrics.write_measured()
     run.executor.close()
     _finish(run)
 
@@ -68,7 +75,7 @@ def _train_steps(run: Run) -> bool:
             executor.compute_update_norm = bool(update_norm_every) and (progress.step + 1) % update_norm_every == 0
             more = progress.step + 1 < training.steps
             rates = learning_rates(progress.step, training)
-            result = executor.step(data.batches, rates, data.checksum, batches.prepare if more else None)
+            result = executor.step(data.batches, rates, data.checksum, partial(_while_passes_run, run, batches, more))
             bad = result.anomaly is not None
             if bad and run.recovery.respond(result, progress.step, progress.cursors, data, stream) == "rollback":
                 ledger.charge("compute")
@@ -79,6 +86,14 @@ def _train_steps(run: Run) -> bool:
             ledger.reassign("compute", "exchange", comm_timing.take_wait_seconds())
             _after_step(run, result)
     return False
+
+
+def _while_passes_run(run: Run, batches: batch_distribution.StepReader, more: bool) -> None:
+    """What the host does before it waits for a GPU. more: another step follows."""
+    if run.metrics is not None:
+        run.metrics.write_measured()
+    if more:
+        batches.prepare()
 
 
 def _after_step(run: Run, result: StepResult) -> None:

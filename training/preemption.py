@@ -5,10 +5,14 @@ ending it in time is the task of the process that started it.
 """
 
 import signal
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from baton.parallel.mesh import Mesh
+    from baton.parallel.side_stream import SideStream
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 """SIGUSR1: the job's time is nearly up. SIGTERM: the job is being ended (preempted, requeued, cancelled)."""
@@ -35,11 +39,22 @@ def stop_requested() -> bool:
 
 def sync_stop_request(mesh: "Mesh", waited: float = 0.0) -> tuple[bool, float]:
     """Whether any rank has received a stop signal, and the longest data wait of the ranks in seconds, in one all-reduce. Every
-    rank calls it at the same step boundary and has the same result."""
+    rank calls it at the same step boundary and has the same result. It does not wait for what a GPU still has to do."""
+    if mesh.world_size == 1:
+        return stop_requested(), waited
     import torch
     import torch.distributed as dist
 
-    both = torch.tensor([float(stop_requested()), waited], dtype=torch.float64, device=mesh.device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    flag, longest = both.tolist()
+    with _own_stream(mesh.device).use():
+        both = torch.tensor([float(stop_requested()), waited], dtype=torch.float64, device=mesh.device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        flag, longest = both.tolist()
     return bool(flag), longest
+
+
+@cache
+def _own_stream(device: "torch.device") -> "SideStream":
+    """A stream on which nothing else is done."""
+    from baton.parallel.side_stream import SideStream
+
+    return SideStream(device)

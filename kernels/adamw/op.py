@@ -6,16 +6,18 @@ gradients on the way: PyTorch's operators take a flat copy of the gradients and 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.kernels.adamw.triton_launch import adamw_step_triton
+from baton.kernels.adamw.triton_launch import prepare_triton
 from baton.kernels.errors import KernelError, expect_dtype, expect_tensor
 
-_KERNEL = "adamw_step"
+_KERNEL = "prepare_adamw"
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,17 @@ class AdamWStep:
         return self.grad_scale, shrink, b1, 1.0 - b1, b2, 1.0 - b2, 1.0 / math.sqrt(1.0 - b2**t), self.eps, self.lr / (1.0 - b1**t)
 
 
-def adamw_step(
-    parameters: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grads: Sequence[Tensor], starts: Sequence[int], settings: AdamWStep
-) -> None:
-    """Updates parameters and both moments in place. Elements without a gradient stay as they are.
+def prepare_adamw(
+    parameters: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grads: Sequence[Tensor], starts: Sequence[int]
+) -> Callable[[AdamWStep], None]:
+    """Returns a function that updates parameters and both moments in place. Elements without a gradient stay as they are.
+
+    Checks and tables of addresses, which take the host longest, are made here: the gradients may still be computed, and it is
+    enough if the function is called once they are there.
 
     Args:
         parameters: contiguous float32 [n]; exp_avg, exp_avg_sq: likewise.
         grads: contiguous float32, of any shape; starts: where the elements of each begin in the flat tensors. They do not overlap.
-        settings: of this update.
 
     Raises:
         KernelError: a tensor of another shape or dtype than stated, or that is not contiguous; a gradient beyond the end.
@@ -60,17 +64,21 @@ def adamw_step(
             raise KernelError(f"{_KERNEL}: a gradient is {grad.dtype} on {grad.device}, expected contiguous float32, as parameters")
         if start < 0 or start + grad.numel() > parameters.numel():
             raise KernelError(f"{_KERNEL}: a gradient covers [{start}, {start + grad.numel()}) of {parameters.numel()} elements")
-    if parameters.is_cuda:
-        adamw_step_triton(parameters, exp_avg, exp_avg_sq, grads, starts, settings.scalars())
-    else:
-        _adamw_step(parameters, exp_avg, exp_avg_sq, grads, starts, settings.scalars())
+    prepare = prepare_triton if parameters.is_cuda else _prepare
+    update = prepare(parameters, exp_avg, exp_avg_sq, grads, starts)
+    return lambda settings: update(settings.scalars())
 
 
 def launch_forms(device: torch.device) -> None:
     """Launch each form of the kernel on a single element, for compiling it ahead of a run."""
     parameters, exp_avg, exp_avg_sq, grad = torch.zeros(4, 1, device=device)
     for start in (0, 1):  # aligned, or not
-        adamw_step_triton(parameters, exp_avg, exp_avg_sq, [grad], [start], AdamWStep(1e-3, (0.9, 0.999), 1e-8, 0.0, 1).scalars())
+        update = prepare_triton(parameters, exp_avg, exp_avg_sq, [grad], [start])
+        update(AdamWStep(1e-3, (0.9, 0.999), 1e-8, 0.0, 1).scalars())
+
+
+def _prepare(*tensors_and_starts: Any) -> Callable[[tuple[float, ...]], None]:
+    return partial(_adamw_step, *tensors_and_starts)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """AdamW's update on a GPU: launches the kernel of `triton_kernels` once for a partition, with tables of where gradients lie."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -14,27 +14,28 @@ _BLOCK = 4096  # elements of a program
 _TABLES = 64  # kept: of each group of parameters, and of gradients that lie elsewhere in the next step
 
 
-@torch.no_grad()
-def adamw_step_triton(
-    parameters: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grads: Sequence[Tensor],
-    starts: Sequence[int],
-    scalars: tuple[float, ...],
-) -> None:
-    """As `op.adamw_step`, which checks the arguments."""
+def prepare_triton(
+    parameters: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grads: Sequence[Tensor], starts: Sequence[int]
+) -> Callable[[tuple[float, ...]], None]:
+    """As `op.prepare_adamw`, which checks the arguments; the function takes `AdamWStep.scalars`."""
     lengths, addresses = tuple(x.numel() for x in grads), tuple(x.data_ptr() for x in grads)
     programs = sum(-(-n // _BLOCK) for n in lengths)
     if not programs:
-        return
+        return lambda scalars: None
     device = parameters.device
     flat = (parameters.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr())
     aligned = all(address % 16 == 0 for address in (*flat, *addresses)) and all(start % 4 == 0 for start in starts)
-    _kernels.adamw_kernel[(programs,)](
-        parameters, exp_avg, exp_avg_sq, _addresses(addresses, device), *_places(tuple(starts), lengths, device), *scalars,
-        ALIGNED=aligned, BE=_BLOCK, num_warps=8,
-    )  # fmt: skip
+    tables = _addresses(addresses, device), *_places(tuple(starts), lengths, device)
+    kept = list(grads)  # the kernel has no more than their addresses
+
+    @torch.no_grad()
+    def update(scalars: tuple[float, ...]) -> None:
+        _kernels.adamw_kernel[(programs,)](
+            parameters, exp_avg, exp_avg_sq, *tables, *scalars, ALIGNED=aligned, BE=_BLOCK, num_warps=8
+        )  # fmt: skip
+        kept.clear()
+
+    return update
 
 
 @lru_cache(_TABLES)

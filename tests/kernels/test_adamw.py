@@ -6,8 +6,8 @@ from support.bounds import reached_by_address
 from support.compare import relative_error
 from support.recurrences import seeded
 
-from baton.kernels.adamw import AdamWStep, adamw_step
-from baton.kernels.adamw.triton_launch import adamw_step_triton
+from baton.kernels.adamw import AdamWStep, prepare_adamw
+from baton.kernels.adamw.triton_launch import prepare_triton
 from baton.kernels.errors import KernelError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -15,10 +15,15 @@ SETTINGS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SCALE = 0.3
 
 
+def operators(*tensors_and_starts):
+    *tensors, settings = tensors_and_starts
+    prepare_adamw(*tensors)(settings)
+
+
 def kernel(*tensors_and_starts):
     *tensors, settings = tensors_and_starts
     with reached_by_address(*tensors[3]):
-        adamw_step_triton(*tensors, settings.scalars())
+        prepare_triton(*tensors)(settings.scalars())
 
 
 def fragments(shapes, gap):
@@ -30,7 +35,7 @@ def fragments(shapes, gap):
     return starts, end
 
 
-@pytest.mark.parametrize("run", [adamw_step, kernel])
+@pytest.mark.parametrize("run", [operators, kernel])
 @pytest.mark.parametrize(
     ("shapes", "gap"), [([(64, 96), (8,), (1, 20), (4096,)], 0), ([(33, 251), (7,), (0,), (1,), (5, 5)], 3)], ids=["even", "odd"]
 )
@@ -60,13 +65,12 @@ def test_it_is_torchs(run, shapes, gap):
 
 def test_what_it_refuses():
     p, m, v = (torch.zeros(8) for _ in range(3))
-    settings = AdamWStep(**SETTINGS, step=1)
     for grads, starts, said in (
         ([torch.zeros(4)], [5], r"covers \[5, 9\) of 8"),
         ([torch.zeros(4, dtype=torch.float64)], [0], "float64"),
         ([torch.zeros(4, 2).T], [0], "contiguous"),
     ):
         with pytest.raises(KernelError, match=said):
-            adamw_step(p, m, v, grads, starts, settings)
+            prepare_adamw(p, m, v, grads, starts)
     with pytest.raises(KernelError, match="exp_avg_sq"):
-        adamw_step(p, m, torch.zeros(7), [], [], settings)
+        prepare_adamw(p, m, torch.zeros(7), [], [])

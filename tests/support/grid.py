@@ -23,7 +23,7 @@ from baton.models.lm import LanguageModel
 from baton.models.mixers.bmojo import BMojo, Innovation
 from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters
-from baton.parallel.zero import parameter_groups
+from baton.parallel.parameter_groups import parameter_groups
 from baton.training.build import DTYPES, build
 from baton.training.checkpoint.shard_boxes import KINDS, optimizer_boxes
 from baton.training.lr_schedule import learning_rates

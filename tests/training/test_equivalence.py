@@ -1,6 +1,8 @@
 """Further properties that do not depend on the layout: initial values, recomputation, learning rates, rejected steps. See also
 test_grid."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.compare import relative_error
@@ -15,7 +17,7 @@ from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
 from baton.parallel.errors import LayoutError
 from baton.parallel.param_layout import gather_parameters, initialize_parameters
-from baton.parallel.zero import parameter_groups
+from baton.parallel.parameter_groups import parameter_groups
 from baton.training import loop
 from baton.training.build import build
 from baton.training.checkpoint.config import CheckpointConfig
@@ -103,6 +105,21 @@ def test_initial_values_and_labels_do_not_depend_on_the_layout(pool, single_mesh
         assert all(torch.equal(value, begun[name]) for name, value in initial.items())
         seen |= initial.keys()
     assert seen == begun.keys()
+
+
+def test_a_step_without_labels_has_no_loss_and_no_gradient(single_mesh):
+    """As where masks leave nothing of its rows to be learned."""
+    config = settings_of("mamba")
+    train_state = build(model_of("mamba"), config, single_mesh)
+    executor = StepExecutor(train_state.model, train_state.engine, single_mesh)
+    batches = micro_batches(0, 0, 1, config.micro_batch_size, 0, 1)
+    unlabelled = [replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX)) for batch in batches]
+    for expected, given in ((True, batches), (False, unlabelled), (True, batches)):
+        result = executor.step(given, 1e-3)
+        found = result.loss, result.grad_norm, result.labels
+        assert result.anomaly is None
+        assert all(x > 0 for x in found) if expected else found == (0.0, 0.0, 0)
+    assert all(bool(p.isfinite().all()) for p in train_state.model.parameters())
 
 
 def test_layers_without_skips_and_biases_on_a_layout_equal_plain_pytorch(pool, single_mesh):

@@ -25,6 +25,7 @@ from baton.models.settings import kinds
 from baton.parallel import zero
 from baton.parallel.context_parallel import ContextLink, add_gather
 from baton.parallel.param_layout import initialize_parameters, named_layouts
+from baton.parallel.parameter_groups import parameter_groups
 from baton.parallel.pipeline import StepSchedule
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import make_deterministic
@@ -275,7 +276,7 @@ def test_a_segment_that_does_not_repeat_itself_stops_the_step(single_mesh):
     case = Case("mamba", 3, torch.float32)
     link = ContextLink(0, [0], torch.device("cpu"))
     model = model_in(case.mixer, case.dtype, link=link)
-    optimizer = torch.optim.AdamW(zero.parameter_groups(model, 0.1, ()), lr=1e-3)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1, ()), lr=1e-3)
     engine = zero.build_engine(model, optimizer, single_mesh, 1.0)
     executor = StepExecutor(model, engine, single_mesh, schedule=StepSchedule(3, 3))
     batch, before = batches_of(case)[1], [p.detach().clone() for p in model.parameters()]

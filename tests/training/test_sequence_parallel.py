@@ -13,7 +13,7 @@ from baton.data_pipeline.packing import IGNORE_INDEX
 from baton.models.lm import LanguageModel
 from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
-from baton.parallel.zero import parameter_groups
+from baton.parallel.parameter_groups import parameter_groups
 from baton.training.build import build, build_model
 from baton.training.evaluation.generation import Sampling, generate
 from baton.training.lr_schedule import learning_rates
@@ -66,7 +66,7 @@ def steps(mesh, mixer, recompute="none", compute_dtype="float32"):
     """Loss and norm of each step; whole gradients as they are after the finalise pass, added up over the data ranks; parameters."""
     config = settings(compute_dtype=compute_dtype, recompute=recompute)
     train_state = build(model_for(mixer), config, mesh)
-    gradients, update = [], train_state.engine.step
+    gradients, update = [], train_state.engine.sum_gradients
 
     lent = {name for name, _, layout in named_layouts(train_state.model) if layout.tied_replica}
 
@@ -76,12 +76,12 @@ def steps(mesh, mixer, recompute="none", compute_dtype="float32"):
         dist.all_reduce(grad, group=mesh.data_group)
         return grad
 
-    def step_of_engine(*arguments):
+    def sum_of_engine(*arguments):
         whole = gather_parameters(train_state.model, mesh.tensor_group, of=summed)
         gradients.append({name: grad for name, grad in whole.items() if name not in lent})
         return update(*arguments)
 
-    train_state.engine.step = step_of_engine
+    train_state.engine.sum_gradients = sum_of_engine
     executor, rows = StepExecutor(train_state.model, train_state.engine, mesh), []
     for step in range(STEPS):
         batches = micro_batches(

@@ -8,6 +8,7 @@ import pytest
 
 from baton.training.monitoring.config import WandbConfig
 from baton.training.monitoring.metrics import MetricsLogger
+from baton.training.monitoring.step_timer import StepSpans
 
 OFFLINE = WandbConfig(project="baton-test", mode="offline")
 
@@ -19,7 +20,7 @@ def start(folder, step, config=OFFLINE):
 def train(metrics, steps, loss):
     for step in steps:
         metrics.log_step({"step": step, "tokens": 10 * step, "loss": loss, "lr": 0.1, "grad_norm": 1.0, "step_tokens": 10,
-                          "seconds": {"forward": 1.0}, "memory_bytes": 2**30})  # fmt: skip
+                          "memory_bytes": 2**30}, StepSpans([("", 0.0), ("forward", 1.0)]))  # fmt: skip
 
 
 def save(metrics, step):

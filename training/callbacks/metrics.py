@@ -35,10 +35,10 @@ class MetricsCallback(Callback):
                 **({} if result.update_norm is None else {"update_norm": result.update_norm}),
                 "step_tokens": self._training.at(progress.step - 1).global_batch_tokens,
                 "consumed": combine_digests([result.checksum]),
-                "seconds": self._timer.seconds(),
                 "data_wait_s": progress.data_wait_s,
                 "memory_bytes": _memory(self._device),
-            }
+            },
+            self._timer.spans(),
         )
 
 

@@ -15,6 +15,7 @@ from baton.data_pipeline.errors import StorageError, error_reason, is_transient
 from baton.data_pipeline.file_io import PAUSES_S
 from baton.training.errors import RunError
 from baton.training.monitoring.config import WandbConfig
+from baton.training.monitoring.step_timer import StepSpans
 from baton.training.monitoring.tensorboard import TensorBoardWriter
 from baton.training.monitoring.wandb_writer import WandbWriter
 
@@ -52,23 +53,36 @@ class MetricsLogger:
             raise kind(f"{folder}: the record cannot be written ({error.strerror}); make room, then start the run again") from None
         self._wandb = None if wandb is None else WandbWriter(folder, wandb, config_text, read_metrics(self._path))
         self._window: list[tuple[float, int]] = [(time.perf_counter(), 0)]
+        self._unmeasured: tuple[dict[str, Any], StepSpans] | None = None
         self._behind: set[str] = set()
         self._problem = ""
 
-    def log_step(self, row: dict[str, Any]) -> None:
-        """A training step's row.
+    def log_step(self, row: dict[str, Any], spans: StepSpans) -> None:
+        """A training step's row, written now if the times of its parts are known, else by `write_measured` or before anything else.
 
         row: {step, tokens, loss, lr, grad_norm, step_tokens, consumed: checksum of its tokens, labels and positions in
-        their lanes (`batch_distribution.batch_checksum`), seconds: {part: s}, data_wait_s: of the rank that waited longest
-        for data, memory_bytes}.
+        their lanes (`batch_distribution.batch_checksum`), data_wait_s: of the rank that waited longest for data, memory_bytes}.
         """
+        self.write_measured()
         now = time.perf_counter()
         self._window = [*self._window[-50:], (now, self._window[-1][1] + row["step_tokens"])]
         (then, before), (_, after) = self._window[0], self._window[-1]
         rate = (after - before) / max(1e-9, now - then)
         mfu = {} if self._mfu is None else {"mfu": self._mfu * rate}
-        self._write({"kind": "train", **row, "tokens_per_s": rate, **mfu, "time": time.time()})
-        step = row["step"]
+        self._unmeasured = {"kind": "train", **row, "tokens_per_s": rate, **mfu, "time": time.time()}, spans
+        if spans.are_known():
+            self.write_measured()
+
+    def write_measured(self) -> None:
+        """Write the last step's row if that is not done, waiting for its times.
+
+        Called when a GPU has other work to do meanwhile: between steps it would wait for the host.
+        """
+        if self._unmeasured is None:
+            return
+        (row, spans), self._unmeasured = self._unmeasured, None
+        self._write({**row, "seconds": spans.seconds()})
+        step, rate = row["step"], row["tokens_per_s"]
         if step % self._log_every == 0 or step == self._total:
             eta = (self._total - step) * row["step_tokens"] / rate
             print(
@@ -110,6 +124,7 @@ class MetricsLogger:
     def log_gradient_reach(self, step: int, tokens: int, seen: dict[str, Any] | None) -> None:
         """How far the gradient of a few tokens' loss reaches back: StateGradients.to_json and reach; None: no row was long
         enough."""
+        self.write_measured()
         if seen is None:
             print(
                 f"step {step}  gradient reach is not known: no long row is a single document; decrease "
@@ -129,17 +144,20 @@ class MetricsLogger:
 
     def show_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Values for TensorBoard alone, because another file of the run directory is their record."""
+        self.write_measured()
         row = {"kind": "scalars", "step": step, "values": dict(values)}
         self._guard("TensorBoard", lambda: self._tensorboard.add(row))
 
     def log_profile(self, text: str) -> None:
         """Print the table of the profiled steps."""
+        self.write_measured()
         print(text, flush=True)
         self._restart_window()
 
     def log_checkpoint(self, name: str, seconds: float, size: int, stall: float) -> None:
         """Print that a checkpoint was published, and send W&B the rows that it makes final. name: step-N. seconds: from its
         beginning to its end. size: bytes. stall: seconds for which training stopped."""
+        self.write_measured()
         print(f"saved {name}: {size / 2**20:.1f} MiB in {seconds:.2f} s, of which training stood still {stall:.2f} s", flush=True)
         if self._wandb is not None:
             self._wandb.checkpoint_saved(int(name.removeprefix("step-")))
@@ -147,6 +165,7 @@ class MetricsLogger:
 
     def flush(self) -> None:
         """Make all rows durable. Called before a checkpoint is published, so that no record is behind a checkpoint."""
+        self.write_measured()
         self._guard("metrics.jsonl", lambda: self._append(sync=True))
         self._guard("TensorBoard", self._tensorboard.flush)
 
@@ -184,6 +203,7 @@ class MetricsLogger:
         self._window = [(time.perf_counter(), 0)]
 
     def _write(self, row: dict[str, Any]) -> None:
+        self.write_measured()
         self._waiting.append(json.dumps(row) + "\n")
         self._guard("metrics.jsonl", self._append)
         self._guard("TensorBoard", lambda: self._tensorboard.add(row))

@@ -1,7 +1,7 @@
-"""Measures the parts of a step without slowing it: host clocks on a CPU, CUDA events on a GPU, read once the step is over."""
+"""Measures the parts of a step without slowing it: host clocks on a CPU, CUDA events on a GPU, read once it has come to them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,10 +33,27 @@ class StepTimer:
         self._marks.append((part, self._now()))
         self._on_mark(part)
 
+    def spans(self) -> "StepSpans":
+        """The parts of the step up to the last mark."""
+        return StepSpans(self._marks)
+
+
+class StepSpans:
+    """The parts of one step. On a GPU their times are known when it has come to the step's last mark."""
+
+    def __init__(self, marks: Sequence[tuple[str, float | torch.cuda.Event]]) -> None:
+        self._marks = marks
+
+    def are_known(self) -> bool:
+        """Whether `seconds` has nothing to wait for."""
+        last = self._marks[-1][1]
+        return isinstance(last, float) or last.query()
+
     def seconds(self) -> dict[str, float]:
-        """Seconds of each part. On a GPU this synchronizes with the step's last event."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        """Seconds of each part. Waits for the step's last mark."""
+        last = self._marks[-1][1]
+        if not isinstance(last, float):
+            last.synchronize()
         sums = dict.fromkeys(PARTS, 0.0)
         for (_, before), (part, after) in zip(self._marks, self._marks[1:]):
             if isinstance(before, float):

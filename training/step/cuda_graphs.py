@@ -69,9 +69,11 @@ class CudaGraphs:
         self._recorded: _RecordedGraphs | None = None
 
     def runner(
-        self, batches: Sequence[Batch[Tensor]], scale: float, schedule: StepSchedule, lanes: LaneStates | None
+        self, batches: Sequence[Batch[Tensor]], scale: float | Tensor, schedule: StepSchedule, lanes: LaneStates | None
     ) -> "CudaGraphRunner":
         """A runner for a step's micro-batches, all of one shape; no gradients may exist before it.
+
+        scale: factor of the losses; a tensor [] if the host need not know it.
 
         The first call records, and so does a call with segments of another shape, with more or fewer of them that a gradient goes
         through, with another observer of the States that pass between ranks, or after a parameter has moved to other memory.
@@ -88,7 +90,7 @@ class CudaGraphs:
         for module, copy in stale:
             module._cast_weight_cache = copy
         _reset_buffers(found)
-        found.passes.scale.fill_(scale)
+        found.passes.scale.fill_(scale)  # either kind
         return CudaGraphRunner(self._model, found, batches, schedule)
 
     def release(self) -> None:
@@ -187,6 +189,14 @@ class CudaGraphRunner:
 
     def finish(self) -> None:
         """Nothing is left after the last operation."""
+
+    def states_match(self) -> Tensor:
+        """Whether `mismatched_states` is empty, bool [], without waiting for it."""
+        return (
+            torch.stack([same.all() for _, same in self._comparisons]).all()
+            if self._comparisons
+            else torch.ones_like(self.total, dtype=torch.bool)
+        )
 
     def mismatched_states(self) -> list[str]:
         """Names of the States whose bits differed between a segment's two forward passes."""

@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward passes of all micro-batches, gradient finalization, checks, update.
 
 The schedule (`parallel.pipeline.StepSchedule`) lists the step's operations explicitly, and `MicrobatchRunner` carries them out.
-Autograd is called directly; gradients accumulate in fp32 `.grad`, and the ZeRO engine sees them only in `Engine.step`. The
+Autograd is called directly; gradients accumulate in fp32 `.grad`, and the ZeRO engine sees them only in `Engine.sum_gradients`. The
 loss is divided by the number of labels in the global batch, which is known before the first backward pass. Nothing else is
 divided anywhere.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.data_pipeline.packing import Batch
 from baton.models.lm import LanguageModel
 from baton.parallel import zero
-from baton.parallel.cast_weights import drop_cast_weights
+from baton.parallel.cast_weights import caches_of, drop_cast_weights
 from baton.parallel.linear import fused_grad_accumulation
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import StepSchedule
@@ -91,6 +91,7 @@ class StepExecutor:
             cuda_graphs,
         )
         self.compute_update_norm = False  # whether steps compute the norm of the parameters' change
+        self._cast_weights = caches_of(model)  # a walk through all modules takes as long as an update of few parameters
 
     def close(self) -> None:
         """Free the recorded CUDA graphs. Called behind the last step too, before the process groups are destroyed."""
@@ -118,25 +119,28 @@ class StepExecutor:
         sums = torch.stack([b.count_labels() for b in batches]).sum().repeat(2)
         sums[1] = checksum
         dist.all_reduce(sums, group=self.mesh.data_group)
-        labels, checksum = sums.tolist()
-        scale = 1.0 / labels
+        # stays on the device, whose work the host is ahead of; without any label there is no loss and no gradient
+        scale = 1.0 / sums[0].clamp(min=1).double()
         if self.lanes is not None:
             self.lanes.begin_step()
-        total, differing = self._forward_backward(batches, scale)
+        runner = self._forward_backward(batches, scale)
+        passed = self._read_later(sums, runner)
         if meanwhile is not None:
             meanwhile()
-        finite, loss = self._all_ranks_finite(total), float(total)
-        self._check_recomputed_states(differing)
-        why = None if self.anomaly_detector is None or not finite else self.anomaly_detector.check_loss(loss)
+        labels, checksum, loss, norm, finite, recomputed_alike = passed()
+        if not recomputed_alike:
+            self._raise_mismatch(runner.mismatched_states())
         self._set_learning_rate(lr)
-        anomalies: list[str] = [] if why is None else [why]
-
-        def refuse(norm: float) -> bool:
-            if not anomalies and finite and self.anomaly_detector is not None:
-                anomalies.extend(filter(None, [self.anomaly_detector.check_grad_norm(norm)]))
-            return bool(anomalies) or not finite or not math.isfinite(norm)
-
-        norm, nonfinite = self.engine.step(refuse, self._norms), None
+        detector, nonfinite = self.anomaly_detector, None
+        anomalies: list[str] = []
+        if finite and detector is not None:
+            anomalies += [why for why in (detector.check_loss(loss),) if why is not None]
+            if not anomalies:
+                anomalies += [why for why in (detector.check_grad_norm(norm),) if why is not None]
+        if anomalies or not finite or not math.isfinite(norm):
+            self.engine.drop_gradients()
+        else:
+            self.engine.update(norm)
         if finite and not anomalies and not math.isfinite(norm):  # too large together
             anomalies.append("the gradients' norm is not finite, though each rank's gradients are")
         if not finite:
@@ -149,20 +153,20 @@ class StepExecutor:
                 self.lanes.zero_touched()
         elif not anomalies:
             zero.broadcast_tied(self.model, self.mesh)
-            drop_cast_weights(self.model)
-            if self.anomaly_detector is not None:
-                self.anomaly_detector.record(loss, norm)
+            drop_cast_weights(self._cast_weights)
+            if detector is not None:
+                detector.record(loss, norm)
         update, updated = None, not anomalies
         if updated and self.compute_update_norm:
             update = self.engine.update_norm()
-            anomalies += filter(None, [None if self.anomaly_detector is None else self.anomaly_detector.check_update_norm(update)])
+            anomalies += filter(None, [None if detector is None else detector.check_update_norm(update)])
         self.timer.mark("optimizer")
         return StepResult(loss, norm, labels, anomalies[0] if anomalies else None, nonfinite, update, updated, checksum)
 
     def _forward_backward(
-        self, batches: Sequence[Batch[Tensor]], scale: float, trace: NonFiniteTrace | None = None
-    ) -> tuple[Tensor, list[str]]:
-        """Forward and backward passes up to finalized gradients; returns the global loss and `mismatched_states`."""
+        self, batches: Sequence[Batch[Tensor]], scale: Tensor, trace: NonFiniteTrace | None = None
+    ) -> MicrobatchRunner | CudaGraphRunner:
+        """Forward and backward passes up to finalized gradients; the runner's total is that of all ranks."""
         stage = self.model.stage
         # what looks at gradients sees those that autograd hands to parameters
         with self.engine.gradients(), fused_grad_accumulation() if trace is None else nullcontext():
@@ -188,9 +192,30 @@ class StepExecutor:
             # before they are summed, which spreads non-finite values to other ranks
             self._norms = self.engine.local_norms()
             self._grads_finite = torch.isfinite(torch.stack(list(self._norms.values()))).all()
-        return total, runner.mismatched_states()
+        return runner
 
-    def _trace_nonfinite(self, batches: Sequence[Batch[Tensor]], scale: float) -> NonFiniteReport | None:
+    def _read_later(
+        self, sums: Tensor, runner: MicrobatchRunner | CudaGraphRunner
+    ) -> Callable[[], tuple[int, int, float, float, bool, bool]]:
+        """What decides about the update, of all ranks: labels, checksum, loss, norm, whether loss and gradients are finite, whether
+        segments that ran twice ended alike. The function waits for the passes, once for all of these."""
+        loss = runner.total
+        bad = ~torch.stack([self._grads_finite & torch.isfinite(loss), runner.states_match()])
+        anywhere = bad.double()
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+        norm = self.engine.sum_gradients(self._norms)
+        # as bits, so that one copy has both types
+        found = torch.cat([sums, torch.stack([loss.double(), norm, *anywhere]).view(torch.int64)])
+
+        def read() -> tuple[int, int, float, float, bool, bool]:
+            here = found.cpu()
+            labels, checksum = here[:2].tolist()
+            loss, norm, nonfinite, differs = here[2:].view(torch.float64).tolist()
+            return labels, checksum, loss, norm, not nonfinite, not differs
+
+        return read
+
+    def _trace_nonfinite(self, batches: Sequence[Batch[Tensor]], scale: Tensor) -> NonFiniteReport | None:
         """Run the step again from the same States under `NonFiniteTrace`; its gradients are discarded."""
         self.close()  # there may be no room for a plain pass beside the recorded ones, which the next step records again
         if self.lanes is not None:
@@ -198,7 +223,7 @@ class StepExecutor:
         trace = NonFiniteTrace(self.model, self.mesh, batches[0].tokens.shape[1] // self.schedule.segments)
         with trace.recording():
             self._forward_backward(batches, scale, trace)
-        self.engine.step(lambda norm: True)
+        self.engine.drop_gradients()
         return trace.first_report()
 
     def _wait_for_sends(self) -> None:
@@ -210,25 +235,17 @@ class StepExecutor:
         for group in self.engine.param_groups:
             group["lr"] = lr if isinstance(lr, float) else lr[group["lr_override"]]
 
-    def _all_ranks_finite(self, loss: Tensor) -> bool:
-        """Whether loss and gradients are finite on all ranks."""
-        finite = (self._grads_finite & torch.isfinite(loss.detach())).to(torch.int32)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        return bool(finite)
+    def _raise_mismatch(self, differing: list[str]) -> None:
+        """Raise RunError on all ranks because a segment's two forward passes ended in different States on one of them.
 
-    def _check_recomputed_states(self, differing: list[str]) -> None:
-        """Raise RunError on all ranks if a segment's two forward passes ended in different States on any rank."""
-        if self.schedule.gradient_segments == 1:
-            return
-        count = torch.tensor(len(differing), device=self.mesh.device)
-        dist.all_reduce(count)
-        if not int(count):
-            return
+        differing: on this rank.
+        """
         of_ranks: list[list[str]] = [[]] * self.mesh.world_size
         dist.all_gather_object(of_ranks, differing)
+        count = sum(map(len, of_ranks))
         rank, names = next((rank, names) for rank, names in enumerate(of_ranks) if names)
         raise RunError(
-            f"rank {rank}: a segment that was computed twice left another State the second time ({names[0]}; {int(count)} in all), "
+            f"rank {rank}: a segment that was computed twice left another State the second time ({names[0]}; {count} in all), "
             f"and its gradient would be of another run. The parameters are as before this step. Set training.deterministic=true; "
             f"where it is, suspect the rank's memory or its device"
         )

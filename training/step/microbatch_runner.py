@@ -41,8 +41,8 @@ class _SavedSegment:
 class MicrobatchRunner:
     """Runs the operations of one step.
 
-    scale: factor of the losses. lanes: None if lanes carry no State. forward_context: of every forward pass, which needs the final
-    State where it is compared or carried on.
+    scale: factor of the losses; a tensor [] if the host need not know it. lanes: None if lanes carry no State. forward_context: of
+    every forward pass, which needs the final State where it is compared or carried on.
 
     total: sum of the scaled losses, float32 []; 0 except on the last stage.
     """
@@ -51,7 +51,7 @@ class MicrobatchRunner:
         self,
         model: LanguageModel,
         batches: Sequence[Batch[Tensor]],
-        scale: float,
+        scale: float | Tensor,
         schedule: StepSchedule,
         lanes: LaneStates | None,
         forward_context: ForwardContext,
@@ -72,6 +72,14 @@ class MicrobatchRunner:
     def finish(self) -> None:
         """Complete the step after its last operation."""
         self._recv_wraparound()
+
+    def states_match(self) -> Tensor:
+        """Whether `mismatched_states` is empty, bool [], without waiting for it."""
+        return (
+            torch.stack([same.all() for _, same in self._comparisons]).all()
+            if self._comparisons
+            else torch.ones_like(self.total, dtype=torch.bool)
+        )
 
     def mismatched_states(self) -> list[str]:
         """Names of the States whose bits differed between a segment's two forward passes."""
@@ -105,7 +113,8 @@ class MicrobatchRunner:
         elif self._lanes is not None:
             self._emit_state(n, final_states)
         if stage.last:
-            y = self._model.loss(y, batch.labels) * self._scale
+            loss = self._model.loss(y, batch.labels)
+            y = loss * (self._scale.to(loss.dtype) if isinstance(self._scale, Tensor) else self._scale)
             self.total += y.detach()
         elif saved is None:
             assert self._pipeline is not None
