@@ -12,8 +12,10 @@ makes docs/shoot-out.md and its pictures of all records.
     python benchmarks/shoot_out.py --sizes
     python benchmarks/shoot_out_page.py
 
---speed repeats the sweep of families that have a record, and measures their speed anew. --tiny: two layers of 256 channels and 12
-steps, also on a CPU, to see that the program runs; the records go to FOLDER.
+Families may run at once on GPUs of their own (CUDA_VISIBLE_DEVICES) in one folder, once the text is prepared there. What was
+interrupted goes on when the same command is given again. --speed repeats the sweep of families that have a record, and measures
+their speed anew. --tiny: two layers of 256 channels and 12 steps, also on a CPU, to see that the program runs; the records go to
+FOLDER.
 """
 
 import argparse
@@ -139,7 +141,7 @@ def values_of(name: str, folder: Path, model: dict[str, Any], size: Size, steps:
             "optimizer": {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1},
             # steps at a rate that is reached too early diverge, also in a short run
             "schedule": {"kind": "cosine", "warmup_steps": max(steps // 20, min(steps // 2, 30)), "final_lr": rate / 10},
-            "checkpoint": {"every": steps, "keep_last": 1},
+            "checkpoint": {"every": max(1, steps // 4), "keep_last": 1},
             "evaluation": {"every": every if steps == size.steps else steps, "tokens": size.evaluated, "sample_tokens": 0},
         },
     }
@@ -183,8 +185,11 @@ class ShootOut:
         (self.data / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
 
     def train(self, name: str, family: str, steps: int, rate: float) -> list[dict[str, Any]]:
-        """Rows of a run's record; none: it diverged."""
+        """Rows of a run's record; none: it diverged. A run that was interrupted goes on, one that is there is read."""
         folder = self.folder / name
+        there = read_metrics(folder / "metrics.jsonl")
+        if any(row["kind"] == "evaluation" and row["step"] == steps for row in there):
+            return there
         file = self.folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump(values_of(name, folder, model_of(family, self.tiny), self.size, steps, rate, self.data)))
         status = baton("train", str(file), log=self.log)
@@ -217,8 +222,8 @@ class ShootOut:
         found |= decoding(loaded, held, self.size)
         del loaded
         torch.cuda.empty_cache()
-        (self.folder / "held.txt").write_text("\n\n".join(held[:200]), encoding="utf-8")
-        words = ("eval", str(self.folder / name), "--long-context", "niah_single", "--text", str(self.folder / "held.txt"))
+        (self.folder / f"{name}-held.txt").write_text("\n\n".join(held[:200]), encoding="utf-8")
+        words = ("eval", str(self.folder / name), "--long-context", "niah_single", "--text", str(self.folder / f"{name}-held.txt"))
         words += (
             "--lengths",
             self.size.lengths,
