@@ -36,7 +36,7 @@ import yaml
 from report import Report
 from train_step_data import text_for
 from train_step_run import end, start_of, steps_of
-from train_step_sides import PEERS, peer_main, reference_main
+from train_step_sides import peer_main, peer_of, reference_main
 
 from baton.launcher.config import RunConfig, load
 from baton.launcher.planner.memory import flops_per_token, of_stages
@@ -47,6 +47,7 @@ from baton.training.monitoring.peak_flops import Utilisation, device_peak
 NEAR = 3e-4  # relative, of losses that are means over 16k tokens and more: bfloat16's rounding averages out
 OTHER_TEXT = 0.02  # relative, of an untrained model's losses
 SAME_SIZE = 0.02  # relative, of two models' parameters
+LIKE_MAMBA = 0.1  # relative, of a model's parameters and mamba-1.4b's: their speeds are compared
 SEEMS_TRAINED = 0.2  # relative, of two untrained models' losses
 BATON = [sys.executable, "-P", "-m", "baton.launcher.cli"]
 MODELS: dict[str, tuple[str, list[str]]] = {
@@ -56,9 +57,11 @@ MODELS: dict[str, tuple[str, list[str]]] = {
     "bmojo": ("bmojo-1.4b", []),
     **{f"lattice-{kind}": ("lattice-1.3b", [f"model.mixers.lattice.variant={kind}"]) for kind in ("sim", "enc", "dec")},
     "transformer": ("transformer-1.3b", []),
-    "mamba-2.8b": ("mamba-2.8b", []),
+    **{name: (name, []) for name in ("mamba-130m", "mamba-370m", "mamba-2.8b", "mamba2-370m", "mamba2-1.3b", "transformer-350m")},
+    **{f"{kind}-{size}": (f"{kind}-{size}", []) for kind in ("gsa", "gla", "delta-net", "retnet", "hgrn2", "gated-delta-net")
+       for size in ("340m", "1.3b") if (kind, size) != ("gsa", "1.3b")},
     "gsa-2.7b": ("gsa-2.7b", []),
-}
+}  # fmt: skip
 """A name in configs/models, and settings over it."""
 TINY = {
     "gsa-1.3b": ["model.mixers.gsa={kind: gsa, heads: 2, head_dim: 32, slots: 8}"],
@@ -66,7 +69,15 @@ TINY = {
     "lattice": ["model.mixers.lattice.heads=2", "model.mixers.lattice.head_dim=32", "model.mixers.lattice.slots=8"],
     "transformer": ["model.mixers.attention={kind: attention, heads: 2, head_dim: 32}"],
 }
-TINY["gsa-2.7b"] = TINY["gsa-1.3b"]
+for _size in ("340m", "1.3b", "2.7b"):
+    TINY[f"gsa-{_size}"] = TINY["gsa-1.3b"]
+    TINY |= {
+        f"{kind}-{_size}": [f"model.mixers.{name}={{kind: {name}, heads: 2, d_key: 32, d_value: 32}}"]
+        for kind, name in (("delta-net", "delta_net"), ("gated-delta-net", "gated_delta_net"))
+    }
+    TINY |= {f"{kind}-{_size}": [f"model.mixers.{kind}={{kind: {kind}, d_key: 32}}"] for kind in ("retnet", "hgrn2")}
+    TINY[f"gla-{_size}"] = ["model.mixers.gla={kind: gla, heads: 2}"]
+TINY["transformer-350m"] = TINY["transformer"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,7 @@ class Bench:
     def __init__(self, report: Report, folder: Path, arguments: argparse.Namespace) -> None:
         self.report, self.folder, self.arguments = report, folder, arguments
         self.began = time.monotonic()
-        self.mamba: dict[tuple[Shape, int], float] = {}
+        self.mamba: dict[tuple[Shape, int], Utilisation] = {}
         self.references: dict[tuple[str, Shape], float] = {}
 
     @property
@@ -238,9 +249,9 @@ class Bench:
         for count, used in uses.items():
             row = f"{case} x {count}"
             if model == "mamba-1.4b":
-                self.mamba[shape, count] = used.tokens_per_s
-            elif (mamba := self.mamba.get((shape, count))) is not None:
-                report.row(row, "tokens/s", used.tokens_per_s, "our mamba-1.4b", mamba, gate=case)
+                self.mamba[shape, count] = used
+            elif (mamba := self.mamba.get((shape, count))) and abs(used.parameters / mamba.parameters - 1) < LIKE_MAMBA:
+                report.row(row, "tokens/s", used.tokens_per_s, "our mamba-1.4b", mamba.tokens_per_s, gate=case)
             if used.peak is not None:
                 for metric, share in (("TFLOP/s as 6N", used.mfu_6n), ("TFLOP/s, mixers counted", used.mfu_model)):
                     assert share is not None
@@ -296,10 +307,10 @@ class Bench:
 
     def peer(self, case: str, config: RunConfig, uses: dict[int, Utilisation], found: Found, path: Path) -> None:
         """The peer of the model, where there is one."""
-        mixer = next(iter(config.model.mixers))
-        if mixer not in PEERS or self.arguments.no_peers:
+        of_model = None if self.arguments.no_peers else peer_of(config.model)
+        if of_model is None:
             return
-        name, _ = PEERS[mixer]
+        name, _ = of_model
         if self.left() < self.arguments.reserve:
             self.report.say(f"{case}: {name} left out, for want of time")
             return

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from train_step_transformer import Transformer
 
 from baton.data_pipeline.packing import Batch
 from baton.data_pipeline.run_source import open_source
 from baton.launcher.config import RunConfig
 from baton.launcher.run_directory import read_config
 from baton.models.config import ModelConfig
+from baton.models.interchange.family import Family
+from baton.models.interchange.registry import FAMILIES
 from baton.models.lm import LanguageModel
 from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
@@ -82,16 +85,23 @@ Step = Callable[[Tensor, Tensor], Tensor]
 """Tokens and labels, int64 [B, T], to the mean loss."""
 
 
+Make = Callable[[ModelConfig, int], tuple[nn.Module, Step]]
+"""A model of another library for a model of ours and sequences of a length, on the GPU, and a step's passes."""
+
+
 def mamba_ssm(model: ModelConfig, sequence_length: int) -> tuple[nn.Module, Step]:
     from mamba_ssm.models.config_mamba import MambaConfig
     from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
-    own: Any = model.mixers["mamba"]
+    (own,) = model.mixers.values()
+    layer: dict[str, Any] = {name: getattr(own, name) for name in ("d_state", "d_conv", "expand")}
+    if own.kind == "mamba2":
+        layer |= {"layer": "Mamba2", "headdim": own.head_dim, "ngroups": own.n_groups}  # type: ignore[attr-defined]
     config = MambaConfig(
         d_model=model.d_model,
         n_layer=model.n_layers,
         vocab_size=model.padded_vocab_size,
-        ssm_cfg={"d_state": own.d_state, "d_conv": own.d_conv, "expand": own.expand},
+        ssm_cfg=layer,
         rms_norm=True,
         residual_in_fp32=True,
         fused_add_norm=True,
@@ -100,36 +110,49 @@ def mamba_ssm(model: ModelConfig, sequence_length: int) -> tuple[nn.Module, Step
     return theirs, lambda x, y: F.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten())
 
 
-def fla(model: ModelConfig, sequence_length: int) -> tuple[nn.Module, Step]:
-    from fla.models.gsa import GSAConfig, GSAForCausalLM
+def fla_family(model: ModelConfig) -> Family | None:
+    """fla's models of the same layers, though constants and bounds that cost nothing may differ."""
+    kinds = tuple(model.mixers[name].kind for name in model.layers[0])
+    alike = (family for family in FAMILIES if family.library.startswith("flash-linear-attention") and family.kinds == kinds)
+    return next(alike, None) if len(set(model.layers)) == 1 else None
 
-    own: Any = model.mixers["gsa"]
-    config = GSAConfig(
-        hidden_size=model.d_model,
-        num_hidden_layers=model.n_layers,
-        num_heads=own.heads,
-        num_slots=own.slots,
-        gate_logit_normalizer=own.gate_logit_normalizer,
-        max_position_embeddings=sequence_length,
-        norm_eps=model.norm_eps,
-        vocab_size=model.padded_vocab_size,
-        tie_word_embeddings=model.tie_embeddings,
-        use_cache=False,
-    )
+
+def fla(model: ModelConfig, sequence_length: int) -> tuple[nn.Module, Step]:
+    """By the config.json that an export of the model would have."""
+    import fla.models  # noqa: F401  makes its classes known to transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family = fla_family(model)
+    assert family is not None
+    words = {**family.config(model), "vocab_size": model.padded_vocab_size, "use_cache": False}
+    config = AutoConfig.for_model(**words, max_position_embeddings=sequence_length)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        theirs = GSAForCausalLM(config)
+        theirs = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
     # it shifts its labels by itself
     return theirs.train(), lambda x, y: theirs(input_ids=x, labels=x).loss
 
 
-PEERS = {"mamba": ("mamba_ssm", mamba_ssm), "gsa": ("fla", fla)}
-"""By the name of the first mixer."""
+def compiled_pytorch(model: ModelConfig, sequence_length: int) -> tuple[nn.Module, Step]:
+    with torch.device("cuda"):
+        theirs = Transformer(model, sequence_length).to(torch.bfloat16)
+    loss_of = torch.compile(theirs)
+    return theirs, lambda x, y: loss_of(x, y)
+
+
+def peer_of(model: ModelConfig) -> tuple[str, Make] | None:
+    """The other library's model that is ours, with the library's name; None: there is none."""
+    kinds = {settings.kind for settings in model.mixers.values()}
+    if kinds in ({"mamba"}, {"mamba2"}):
+        return "mamba_ssm", mamba_ssm
+    if Transformer.has(model):
+        return "compiled PyTorch", compiled_pytorch
+    return None if fla_family(model) is None else ("fla", fla)
 
 
 def time_peer(
-    make: Any, model: ModelConfig, batch: Batch[Tensor], counts: Sequence[int], warm_up: int, steps: int
+    make: Make, model: ModelConfig, batch: Batch[Tensor], counts: Sequence[int], warm_up: int, steps: int
 ) -> dict[str, Any]:
     """{parameters, loss, timed: {number of micro-batches, which are all the same: {seconds: of each timed step, bytes}}}. Raises
     OutOfMemoryError."""
@@ -166,10 +189,12 @@ def peer_main(config_file: str, found: str, counts: Sequence[int], warm_up: int,
         return
     mesh = alone(config)
     model, (batch, *_) = first_step(config, mesh)
+    found_peer = peer_of(model)
+    assert found_peer is not None
     tokens, result = config.training.sequence_length, None
     while result is None:
         try:
-            result = time_peer(PEERS[next(iter(model.mixers))][1], model, batch, counts, warm_up, steps) | {"tokens": tokens}
+            result = time_peer(found_peer[1], model, batch, counts, warm_up, steps) | {"tokens": tokens}
         except ImportError as error:
             result = {"absent": " ".join(str(error).split())}
         except torch.cuda.OutOfMemoryError:

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from support.presets import presets
+from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
@@ -20,6 +21,16 @@ MAMBA = {
     "mamba-790m": 793_204_224,
     "mamba-1.4b": 1_372_178_432,
     "mamba-2.8b": 2_768_345_600,
+}
+
+
+# the released models of Dao & Gu, "Transformers are SSMs": width and layers
+MAMBA2 = {
+    "mamba2-130m": (768, 24),
+    "mamba2-370m": (1024, 48),
+    "mamba2-780m": (1536, 48),
+    "mamba2-1.3b": (2048, 48),
+    "mamba2-2.7b": (2560, 64),
 }
 
 
@@ -57,6 +68,15 @@ def shipped(name):
 @pytest.mark.parametrize("name", MAMBA)
 def test_mamba_sizes(name):
     assert parameter_count(model_of(name)) == MAMBA[name]
+
+
+@pytest.mark.parametrize("name", MAMBA2)
+def test_mamba2_sizes_are_those_of_transformers(name):
+    width, layers = MAMBA2[name]
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_heads": 2 * width // 64, "head_dim": 64, "n_groups": 1}
+    with torch.device("meta"):
+        theirs = Mamba2ForCausalLM(Mamba2Config(**sizes, state_size=128, vocab_size=50288, tie_word_embeddings=True))
+    assert parameter_count(model_of(name)) == sum(p.numel() for p in theirs.parameters())
 
 
 @pytest.mark.parametrize("name", RWKV7)
@@ -189,6 +209,11 @@ def gated_delta_net(d, heads, v_heads, d_key, d_value):
     return d * (2 * keys + 3 * values + 2 * v_heads) + 4 * (2 * keys + values) + 2 * v_heads + d_value + d
 
 
+def delta_net(d, heads):
+    """q, k, v and the output; writing strengths per head; three convolutions of width 4; two norms."""
+    return 4 * d * d + d * heads + 3 * 4 * d + d // heads + d
+
+
 def attention(d, heads, dim, kv_heads=None, gates=0, norms=0):
     """Queries, outputs and, with gates=1, as many gates; keys and values; norms of a head; a norm."""
     return d * dim * ((2 + gates) * heads + 2 * (kv_heads or heads)) + norms * dim + d
@@ -228,6 +253,11 @@ SIZES = {
     "transformer-350m": (24 * (attention(1024, 16, 64) + swiglu(1024, 2816)) + 50280 * 1024 + 1024, 350),
     "transformer-760m": (24 * (attention(1536, 16, 96) + swiglu(1536, 4096)) + 50280 * 1536 + 1536, 760),
     "transformer-1.3b": (24 * (attention(2048, 32, 64) + swiglu(2048, 5632)) + 2 * 32000 * 2048 + 2048, 1300),
+    "delta-net-1.3b": (24 * (delta_net(2048, 16) + swiglu(2048, 5632)) + 2 * 32000 * 2048 + 2048, 1300),
+    "gated-delta-net-1.3b": (
+        24 * (gated_delta_net(2048, 12, 12, 128, 128) + swiglu(2048, 5632)) + 2 * 32000 * 2048 + 2048, 1300,
+    ),
+    "gsa-340m": (24 * (gsa(1024, 4) + swiglu(1024, 2816)) + 32000 * 1024 + 1024, 340),
     "qwen3-next-dense-1.3b": (
         15 * gated_delta_net(2048, 16, 32, 128, 128) + 5 * attention(2048, 16, 256, 2, gates=1, norms=2)
         + 20 * swiglu(2048, 4352) + 2 * 32000 * 2048 + 2048, 1300,
@@ -288,6 +318,10 @@ def test_every_shipped_model_is_as_large_as_its_name(name):
 
 # Zhang et al. and Liu et al., table 2: numbers of state per d_model and (a Transformer's) layer; convolutions' tails are not in it
 STATES = {
+    "gsa-340m": 128,
+    "gla-340m": 128,
+    "retnet-340m": 512,
+    "hgrn2-340m": 128,
     "mamba-1.4b": 64,
     "longhorn-1.3b": 64,
     "gsa-1.3b": 128,
