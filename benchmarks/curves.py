@@ -3,7 +3,8 @@
 Every run is one rank of `baton train` with the same text, order and initial values. Rounding makes two bfloat16 runs diverge; a
 third run, with our kernels and half the micro-batch size, shows how much. The relative differences of single steps' losses are
 compared over the second half of the runs. The gates allow three times the third run's difference, both for PyTorch operators
-(`on_gpu` is false everywhere, and no Triton kernel is launched) and for our kernels with a bfloat16 residual stream.
+(`on_gpu` is false everywhere, and no Triton kernel is launched) and for our kernels with a residual stream or with moments of AdamW
+in bfloat16.
 
 All runs are started at once, because nothing is timed and most of each run is waiting for the host. Runs that are not finished
 after --seconds are ended.
@@ -40,12 +41,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "lattice": {"pattern": ["lattice+swiglu"], "mixers": {"lattice": {"heads": 8, "head_dim": 64, "slots": 64}}},
     "bmojo": {"pattern": ["bmojo"], "mixers": {"bmojo": {"window": 128, "fading": "chunk", "fading_tokens": 16, "eidetic": 32}}},
 }
-STREAM = "kernels, residual stream in bfloat16"
+STREAM, MOMENTS = "kernels, residual stream in bfloat16", "kernels, moments in bfloat16"
+OPTIMIZER = {"lr": 1e-3}
 FORMS: dict[str, dict[str, Any]] = {
     "kernels": {},
     "kernels, half the rows": {"micro_batch_size": ROWS // 2},
     "plain": {},
     STREAM: {"residual_dtype": "bfloat16"},
+    MOMENTS: {"optimizer": {**OPTIMIZER, "moments_dtype": "bfloat16"}},
 }
 """Settings that each variant changes."""
 
@@ -82,7 +85,7 @@ class Run:
                 "global_batch_tokens": 2 * ROWS * arguments.context,
                 "compute_dtype": "bfloat16",
                 "log_every": 1,
-                "optimizer": {"lr": 1e-3},
+                "optimizer": OPTIMIZER,
                 "schedule": {"kind": "constant", "warmup_steps": 20},
                 "checkpoint": {"every": 1_000_000},
                 "evaluation": {"every": 0},
@@ -142,11 +145,12 @@ def one_model(report: Report, model: str, runs: dict[str, Run], deadline: float)
     if steps < 2:
         report.say(f"{model}: one of its runs was cut off after {steps} of {wanted} steps")
         return False
-    ours, half, plain, stream = (curve[:steps] for curve in whole.values())
+    ours, half, plain, stream, moments = (curve[:steps] for curve in whole.values())
     noise = drift(half, ours)
     for case, curve, beside, other in (
         (model, ours, "PyTorch's operators", plain),
         (f"{model}, residual stream in bfloat16", stream, "in float32", ours),
+        (f"{model}, moments in bfloat16", moments, "in float32", ours),
     ):
         off, first = drift(other, curve), f"first losses differ by {abs(curve[0] - other[0]) / other[0]:.1e}"
         if steps < wanted:

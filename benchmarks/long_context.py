@@ -31,7 +31,8 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.parallel.pipeline import StepSchedule
 from baton.training.build import TrainState, build, make_deterministic
-from baton.training.config import OptimizerConfig, Recompute, TrainingConfig
+from baton.training.config import Recompute, TrainingConfig
+from baton.training.optimizer_config import OptimizerConfig
 from baton.training.step.executor import StepExecutor
 
 NEAR = 1e-3  # relative difference of losses and norms, bfloat16

@@ -39,7 +39,8 @@ def measure(mixer: str, tokens: int) -> dict[str, float]:
     from baton.parallel.config import LayoutConfig
     from baton.parallel.pipeline import StepSchedule
     from baton.training.build import build
-    from baton.training.config import OptimizerConfig, TrainingConfig
+    from baton.training.config import TrainingConfig
+    from baton.training.optimizer_config import OptimizerConfig
     from baton.training.step.executor import StepExecutor
 
     torch.set_num_threads(1)

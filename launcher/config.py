@@ -96,6 +96,11 @@ class RunConfig(BaseModel):
         self.training.check(self.layout.data)
         if self.profile is not None:
             self.profile.check(self.training.steps)
+        if self.layout.zero == 0 and self.training.optimizer.moments_dtype != "float32":
+            raise ConfigError(
+                f"training.optimizer.moments_dtype={self.training.optimizer.moments_dtype} does not go with layout.zero=0, where "
+                f"PyTorch makes the update; set layout.zero=1"
+            )
         self._check_graphs()
         self._check_sequence(self.layout.context)
         check_long_evaluation(self.model, self.training, self.layout.context, documents=not isinstance(self.data, TaskConfig))

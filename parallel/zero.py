@@ -36,7 +36,7 @@ _CHUNK = 1 << 24  # elements of a fragment that `update_norm` works on together
 class Fragment:
     """This rank's optimizer state of one parameter: elements [start, start + n) of its row-major local tensor.
 
-    master, exp_avg, exp_avg_sq: fp32 [n], views of the optimizer's memory.
+    master: fp32 [n]; exp_avg, exp_avg_sq: fp32 or bf16 [n]; views of the optimizer's memory.
     """
 
     parameter: nn.Parameter
@@ -51,8 +51,9 @@ class Engine:
     then `update` or `drop_gradients`."""
 
     def __init__(
-        self, module: nn.Module, engine: Any, mesh: Mesh, clip_norm: float, members: Mapping[str, Sequence[nn.Parameter]]
-    ) -> None:
+        self, module: nn.Module, engine: Any, mesh: Mesh, clip_norm: float, members: Mapping[str, Sequence[nn.Parameter]],
+        moments_dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         """members: of each of the optimizer's groups, before ZeRO makes them flat."""
         self._module, self._engine, self._mesh, self._clip_norm = module, engine, mesh, clip_norm
         self._parameters = list(module.parameters())  # a walk through all modules takes as long as an update of few parameters
@@ -61,7 +62,9 @@ class Engine:
         self._ranks = dist.get_world_size(mesh.data_group)
         self._zero = engine.optimizer  # DeepSpeed's, at stage 0 the optimizer itself
         self._optimizer: torch.optim.Optimizer = self._zero.optimizer if self.stage else engine.optimizer
-        self._fused = bool(self.stage) and isinstance(self._optimizer, torch.optim.AdamW) and mesh.device.type == "cuda"
+        self._moments_dtype = moments_dtype
+        in_one_pass = mesh.device.type == "cuda" or moments_dtype != torch.float32  # PyTorch's has moments of the masters' type
+        self._fused = bool(self.stage) and isinstance(self._optimizer, torch.optim.AdamW) and in_one_pass
         self._updates = 0  # that were made, as the optimizer counts them on the device
         self._prepared: Callable[[float], None] | None = None  # the update of the gradients that are summed
         if self.stage == 2:
@@ -221,6 +224,7 @@ class Engine:
             lr, decay, (b1, b2), eps = group["lr"], group["weight_decay"], group["betas"], group["eps"]
             pieces = (x.split(_CHUNK) for x in (fragment.master, fragment.exp_avg, fragment.exp_avg_sq))
             for master, m, v in zip(*pieces, strict=True):
+                m, v = m.float(), v.float()
                 adam = m / (1 - b1**steps) / ((v / (1 - b2**steps)).sqrt() + eps)
                 # new = old * (1 - lr * decay) - lr * adam
                 old = (master + lr * adam) / (1 - lr * decay)
@@ -242,8 +246,8 @@ class Engine:
                 if not self._optimizer.state.get(x):
                     self._optimizer.state[x] = {
                         "step": torch.zeros((), dtype=torch.float32, device=x.device if group.get("fused") else "cpu"),
-                        "exp_avg": torch.zeros_like(x),
-                        "exp_avg_sq": torch.zeros_like(x),
+                        "exp_avg": torch.zeros_like(x, dtype=self._moments_dtype),
+                        "exp_avg_sq": torch.zeros_like(x, dtype=self._moments_dtype),
                     }
 
     @property
@@ -310,8 +314,18 @@ def _remove(hooks: Iterable[Any]) -> None:
         hook.remove()
 
 
-def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, clip_norm: float) -> Engine:
-    """An engine at the layout's ZeRO stage over the optimizer. The module's parameters must be fp32 and already initialised."""
+def build_engine(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    clip_norm: float,
+    moments_dtype: torch.dtype = torch.float32,
+) -> Engine:
+    """An engine at the layout's ZeRO stage over the optimizer. The module's parameters must be fp32 and already initialised.
+
+    moments_dtype: of AdamW's moments, torch.float32, or torch.bfloat16 with ZeRO-1 and 2.
+    """
+    assert mesh.layout.zero or moments_dtype == torch.float32
     deepspeed = compat.import_deepspeed(mesh.device.type)
     config = deepspeed_config(mesh.layout.zero)
     members = {group["name"]: list(group["params"]) for group in optimizer.param_groups}
@@ -328,7 +342,7 @@ def build_engine(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
         if fragment is not None:
             # both are fp32, and one memory now
             fragment.lp_fragment = fragment.hp_fragment = fragment.lp_fragment.detach()
-    return Engine(module, engine, mesh, clip_norm, members)
+    return Engine(module, engine, mesh, clip_norm, members, moments_dtype)
 
 
 def finalize_model_grads(module: nn.Module, mesh: Mesh) -> None:

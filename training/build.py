@@ -47,7 +47,7 @@ def build(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> TrainSta
         eps=settings.eps,
         fused=mesh.device.type == "cuda",
     )
-    engine = zero.build_engine(model, optimizer, mesh, settings.clip_norm)
+    engine = zero.build_engine(model, optimizer, mesh, settings.clip_norm, DTYPES[settings.moments_dtype])
     engine.create_state()
     return TrainState(model, engine, mesh)
 

@@ -1,7 +1,7 @@
 """Settings of a run's training. Torch-free."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -9,9 +9,8 @@ from baton.parallel.config import divisors
 from baton.training.checkpoint.config import CheckpointConfig
 from baton.training.errors import RunError
 from baton.training.monitoring.config import GuardConfig, MonitoringConfig
+from baton.training.optimizer_config import OptimizerConfig, ScheduleConfig
 
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Rate = Annotated[float, Field(gt=0)]
 ComputeDtype = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
 """Activations that the backward pass recomputes: models.lm.LanguageModel."""
@@ -19,46 +18,6 @@ Recompute = Literal["none", "selective", "full"]
 
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class OptimizerConfig(_Settings):
-    """AdamW with a global gradient norm clip."""
-
-    lr: float = Field(gt=0, description="peak learning rate")
-    lr_overrides: dict[str, Rate] = Field(
-        default_factory=dict,
-        description="peak learning rates for parameters whose names match a pattern, for example {'*.ssm.*': 1e-3}; the first "
-        "matching pattern applies",
-    )
-    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay rates of the two moments; (0.9, 0.95) as in Mamba's recipe")
-    eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
-    weight_decay: float = Field(
-        0.1,
-        ge=0,
-        description="decoupled weight decay of projections. Norms, biases, A_log, D and the like have none, and embeddings only "
-        "with model.decay_embedding",
-    )
-    clip_norm: float = Field(
-        1.0, ge=0, description="maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping"
-    )
-
-
-class ScheduleConfig(_Settings):
-    """Learning rate over steps: linear warm-up, then cosine or warmup-stable-decay (WSD)."""
-
-    kind: Literal["cosine", "wsd", "constant"] = Field("cosine", description="shape of the schedule after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0; 0: none. The papers use 1 to 10 % of a run")
-    decay_steps: int = Field(
-        0, ge=0, description="wsd: steps at the end of the run over which the learning rate falls to final_lr; 0: no decay"
-    )
-    decay_shape: Literal["linear", "sqrt"] = Field(
-        "linear",
-        description="wsd: how the learning rate falls over decay_steps; sqrt: as 1 - sqrt(progress), which is steep first and then "
-        "flat (Hägele et al. 2024)",
-    )
-    final_lr: float = Field(
-        1e-5, ge=0, description="learning rate at the last step (cosine, wsd), as an absolute value like in the papers"
-    )
 
 
 class LengthConfig(_Settings):

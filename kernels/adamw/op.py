@@ -1,8 +1,9 @@
 """AdamW's update of a flat partition of parameters, whose gradients are tensors of their own.
 
 Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2, in the form of torch.optim.AdamW: decay
-first, then the step. Computed in float32. On a GPU one launch reads and writes everything once, 28 bytes a number, and scales the
-gradients on the way: PyTorch's operators take a flat copy of the gradients and another pass for the scale.
+first, then the step. Computed in float32, also where the moments are kept in bfloat16: they are rounded to nearest behind the step
+that uses them. On a GPU one launch reads and writes everything once, 28 bytes a number (20), and scales the gradients on the way:
+PyTorch's operators take a flat copy of the gradients and another pass for the scale.
 """
 
 import math
@@ -48,7 +49,7 @@ def prepare_adamw(
     enough if the function is called once they are there.
 
     Args:
-        parameters: contiguous float32 [n]; exp_avg, exp_avg_sq: likewise.
+        parameters: contiguous float32 [n]; exp_avg, exp_avg_sq: likewise, or both bfloat16.
         grads: contiguous float32, of any shape; starts: where the elements of each begin in the flat tensors. They do not overlap.
 
     Raises:
@@ -56,7 +57,8 @@ def prepare_adamw(
     """
     for name, x in (("parameters", parameters), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         expect_tensor(_KERNEL, name, x, ("n",), (parameters.numel(),), parameters.device)
-        expect_dtype(_KERNEL, name, x, (torch.float32,))
+        allowed = {"parameters": (torch.float32,), "exp_avg": (torch.float32, torch.bfloat16), "exp_avg_sq": (exp_avg.dtype,)}
+        expect_dtype(_KERNEL, name, x, allowed[name])
         if not x.is_contiguous():
             raise KernelError(f"{_KERNEL}: {name} is not contiguous")
     for grad, start in zip(grads, starts, strict=True):
@@ -69,9 +71,10 @@ def prepare_adamw(
     return lambda settings: update(settings.scalars())
 
 
-def launch_forms(device: torch.device) -> None:
-    """Launch each form of the kernel on a single element, for compiling it ahead of a run."""
-    parameters, exp_avg, exp_avg_sq, grad = torch.zeros(4, 1, device=device)
+def launch_forms(device: torch.device, moments_dtype: torch.dtype) -> None:
+    """Launch each form of the kernel with moments of a dtype on a single element, for compiling it ahead of a run."""
+    parameters, grad = torch.zeros(2, 1, device=device)
+    exp_avg, exp_avg_sq = torch.zeros(2, 1, device=device, dtype=moments_dtype)
     for start in (0, 1):  # aligned, or not
         update = prepare_triton(parameters, exp_avg, exp_avg_sq, [grad], [start])
         update(AdamWStep(1e-3, (0.9, 0.999), 1e-8, 0.0, 1).scalars())
@@ -94,6 +97,8 @@ def _adamw_step(
     for grad, start in zip(grads, starts, strict=True):
         p, m, v = (x[start : start + grad.numel()] for x in (parameters, exp_avg, exp_avg_sq))
         g = scale * grad.reshape(-1)
-        m.mul_(b1).add_(g, alpha=b1_rest)
-        v.mul_(b2).addcmul_(g, g, value=b2_rest)
-        p.mul_(shrink).addcdiv_(m, v.sqrt().mul_(root).add_(eps), value=-rate)
+        new_m = m.float().mul(b1).add_(g, alpha=b1_rest)
+        new_v = v.float().mul(b2).addcmul_(g, g, value=b2_rest)
+        p.mul_(shrink).addcdiv_(new_m, new_v.sqrt().mul_(root).add_(eps), value=-rate)
+        m.copy_(new_m)
+        v.copy_(new_v)

@@ -23,9 +23,9 @@ def adamw_kernel(
     e = (program - tl.load(firsts + owner)).to(tl.int64) * BE + tl.arange(0, BE)
     inside = e < tl.load(lengths + owner)
     g_E = tl.load(address.to(tl.pointer_type(tl.float32)) + e, mask=inside, other=0.0) * scale
-    m_E = tl.load(exp_avg + start + e, mask=inside, other=0.0) * b1 + g_E * b1_rest
-    v_E = tl.load(exp_avg_sq + start + e, mask=inside, other=0.0) * b2 + g_E * g_E * b2_rest
+    m_E = tl.load(exp_avg + start + e, mask=inside, other=0.0).to(tl.float32) * b1 + g_E * b1_rest
+    v_E = tl.load(exp_avg_sq + start + e, mask=inside, other=0.0).to(tl.float32) * b2 + g_E * g_E * b2_rest
     p_E = tl.load(parameters + start + e, mask=inside, other=0.0) * shrink
-    tl.store(exp_avg + start + e, m_E, mask=inside)
-    tl.store(exp_avg_sq + start + e, v_E, mask=inside)
+    tl.store(exp_avg + start + e, m_E.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + start + e, v_E.to(exp_avg_sq.dtype.element_ty), mask=inside)
     tl.store(parameters + start + e, p_E - rate * (m_E / (tl.sqrt_rn(v_E) * root + eps)), mask=inside)

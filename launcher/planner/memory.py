@@ -249,7 +249,12 @@ class Arithmetic:
     def saved(self) -> int:
         """Bytes that a rank writes to a checkpoint: master copies and moments of its partition, and its lanes' States. Of ranks
         with the same data only one writes; this is that rank."""
-        return 12 * self._part + self.lanes
+        return (4 + self._moments_bytes) * self._part + self.lanes
+
+    @property
+    def _moments_bytes(self) -> int:
+        """Of AdamW's two moments of a parameter."""
+        return 2 * DTYPE_BYTES[self.training.optimizer.moments_dtype]
 
     @property
     def host_bytes(self) -> int:
@@ -281,7 +286,7 @@ class Arithmetic:
             parameters=4 * self._held,
             compute_copies=2 * self._copied if low else 0,
             gradients=4 * self._held,
-            optimizer=8 * self._part,
+            optimizer=self._moments_bytes * self._part,
             # as they came, and positions once more in int32
             tokens=(3 * 8 + 4) * work.tokens * self.passes,
             lanes=self.lanes,
@@ -314,7 +319,11 @@ class Arithmetic:
         kept = self.activations(full_recompute=False) * (5 + 2 * again)
         weights = self._copied * (3 * work.compute_bytes + (12 if work.compute_bytes == 2 else 8))
         summed = 20 if self._bucket else 4  # gradients: read for their norm; before, copied to a bucket and back
-        update = summed * self.local_count + 28 * self._part + (6 * self._copied if work.compute_bytes == 2 else 0)
+        update = (
+            summed * self.local_count
+            + (12 + 2 * self._moments_bytes) * self._part
+            + (6 * self._copied if work.compute_bytes == 2 else 0)
+        )
         return Operations(
             matrix=tokens * (matmuls + (4 + again) * matrix),
             vector=tokens * (4 + again) * vector,

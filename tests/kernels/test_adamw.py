@@ -63,6 +63,30 @@ def test_it_is_torchs(run, shapes, gap):
         assert relative_error(found.double().cpu(), of_torch) <= 1e-6, name
 
 
+@pytest.mark.parametrize("run", [operators, kernel])
+def test_moments_in_bfloat16_are_rounded_to_nearest_behind_the_step(run):
+    """Beside the equations in float64, from moments that bfloat16 has."""
+    g, shapes = seeded(1), [(33, 25), (7,)]
+    starts, n = fragments(shapes, 0)
+    start, m, v = (torch.randn(n, generator=g) for _ in range(3))
+    m, v = m.bfloat16(), v.square().bfloat16()
+    grads, settings = [torch.randn(s, generator=g) for s in shapes], AdamWStep(**SETTINGS, step=3, grad_scale=SCALE)
+    (b1, b2), gradient = SETTINGS["betas"], SCALE * torch.cat([x.flatten() for x in grads]).double()
+    wanted_m = b1 * m.double() + (1 - b1) * gradient
+    wanted_v = b2 * v.double() + (1 - b2) * gradient.square()
+    update = (wanted_m / (1 - b1**3)) / ((wanted_v / (1 - b2**3)).sqrt() + SETTINGS["eps"])
+    wanted = start.double() * (1 - SETTINGS["lr"] * SETTINGS["weight_decay"]) - SETTINGS["lr"] * update
+    found = [x.clone().to(DEVICE) for x in (start, m, v)]
+    run(*found, [x.to(DEVICE) for x in grads], starts, settings)
+    parameters, *moments = (x.cpu() for x in found)
+    assert relative_error(parameters.double() - start, wanted - start) <= 1e-5
+    for moment, exact in zip(moments, (wanted_m, wanted_v), strict=True):
+        assert moment.dtype == torch.bfloat16
+        # float32 has a different neighbour only where it is a tie
+        assert int((moment != exact.bfloat16()).sum()) <= 1
+        assert relative_error(moment.double(), exact) > 1e-4, "it is rounded"
+
+
 def test_what_it_refuses():
     p, m, v = (torch.zeros(8) for _ in range(3))
     for grads, starts, said in (

@@ -120,6 +120,24 @@ def test_sizes_of_what_stays_are_the_arithmetic_of_adam():
     assert float32.compute_copies == 0
 
 
+def test_moments_in_bfloat16_take_half(plan):
+    two = ["training.optimizer.moments_dtype=bfloat16"]
+    found, halved = make_plan(load(RUN)), make_plan(load(RUN, two))
+    assert halved.memory.optimizer == found.memory.optimizer // 2
+    saved = make_plan(load(RUN, ["device=cpu", *two]))
+    assert saved.host == make_plan(load(RUN, ["device=cpu"])).host * 8 // 12
+    update, half = (of_stages(load(RUN, words))[0].operations().update for words in ([], two))
+    assert update - half == pytest.approx(8 * 1_372_178_432 // 8, rel=1e-3), "four bytes less are read, and written"
+    for words, said in (
+        ([*two, "layout.zero=0"], "training.optimizer.moments_dtype=bfloat16 does not go with layout.zero=0"),
+        ([*two, "training.optimizer.betas=[0.9, 0.999]"], "moments_dtype=bfloat16 does not go with betas=[0.9, 0.999]"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            load(RUN, words)
+        assert said in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
 def test_the_copy_of_a_save_is_in_host_memory_beside_a_gpus_and_in_a_cpus_own(plan):
     """12 bytes a number of the rank's part; page-locked, what torch's allocator makes of it."""
     n = 1_372_178_432

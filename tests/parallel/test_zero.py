@@ -163,6 +163,31 @@ def test_engine_equals_plain_pytorch(pool, way, ranks, stage):
             assert torch.linalg.vector_norm(got - want) <= 1e-6 * torch.linalg.vector_norm(want)
 
 
+def drive_bfloat16_moments(mesh):
+    module = TwoOutputs()
+    engine = zero.build_engine(module, optimizer_of(module, "adamw"), mesh, 0.5, torch.bfloat16)
+    engine.create_state()
+    per_rank = MICRO_BATCHES // mesh.layout.data
+    for step in range(STEPS):
+        with engine.gradients():
+            accumulate(module, step, range(mesh.data_rank * per_rank, (mesh.data_rank + 1) * per_rank), "adamw", scale=24.0)
+            zero.finalize_model_grads(module, mesh)
+        engine.update(float(engine.sum_gradients()))
+    assert {x.dtype for fragment in engine.fragments() for x in (fragment.exp_avg, fragment.exp_avg_sq)} == {torch.bfloat16}
+    return [p.detach().clone() for p in module.parameters()], engine.update_norm()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_moments_in_bfloat16_are_the_same_over_ranks_and_near_those_in_float32(pool, stage):
+    (exact, _), begun = plain_pytorch("adamw", 1), [p.detach() for p in TwoOutputs().parameters()]
+    results = [pool.run(drive_bfloat16_moments, data=ranks, zero=stage)[0] for ranks in (1, 2)]
+    for one, two, float32, start in zip(results[0][0], results[1][0], exact, begun, strict=True):
+        assert torch.linalg.vector_norm(one - two) <= 1e-6 * torch.linalg.vector_norm(one)
+        apart = torch.linalg.vector_norm(one - float32) / torch.linalg.vector_norm(float32 - start)
+        assert 1e-5 < apart < 1e-2
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-3)
+
+
 def test_the_oracle_sees_a_wrong_scale():
     """The comparison above can fail: the same run with the loss divided by two ends elsewhere."""
     (right, _), module = plain_pytorch("no_clip", 1), TwoOutputs()

@@ -641,14 +641,15 @@ def _embedding_kernels():
 
 
 def _adamw_kernels():
-    """With addresses for loads of 16 bytes, and without."""
+    """With addresses for loads of 16 bytes, and without; and with moments in bfloat16."""
     from baton.kernels.adamw import triton_kernels, triton_launch
 
     types = dict.fromkeys(("parameters", "exp_avg", "exp_avg_sq"), "fp32") | dict.fromkeys(("owners", "firsts"), "i32")
     types |= dict.fromkeys(("grads", "starts", "lengths"), "i64")
     types |= dict.fromkeys(("shrink", "b1", "b1_rest", "b2", "b2_rest", "root", "rate"), "=fp32")
-    for name, aligned in (("adamw", True), ("adamw, unaligned", False)):
-        yield name, triton_kernels.adamw_kernel, {"ALIGNED": aligned, "BE": triton_launch._BLOCK}, 8, types
+    halved = types | dict.fromkeys(("exp_avg", "exp_avg_sq"), "bf16")
+    for name, aligned, of in (("adamw", True, types), ("adamw, unaligned", False, types), ("adamw, bfloat16", True, halved)):
+        yield name, triton_kernels.adamw_kernel, {"ALIGNED": aligned, "BE": triton_launch._BLOCK}, 8, of
 
 
 def _kernels(arch):

@@ -9,7 +9,8 @@ from baton.data_pipeline.packing import Batch
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.models.settings.rope_scaling import Llama3Scaling
-from baton.training.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from baton.training.config import TrainingConfig
+from baton.training.optimizer_config import OptimizerConfig, ScheduleConfig
 
 MODEL = ModelConfig(
     d_model=32, n_layers=3, vocab_size=61, pad_vocab_to=4, loss_chunk=16, mixers={"mamba": kinds()["mamba"](d_state=4)}

@@ -129,6 +129,41 @@ def checksums_of(folder):
     return {key: of["checksum"] for key, of in Manifest.read(folder).tensors.items()}
 
 
+def through_moments(mesh, folder, written, read):
+    """State of a run with moments of one type, and as another one reads it."""
+    found = []
+    for dtype in (written, read):
+        config = training()
+        config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"moments_dtype": dtype})})
+        train_state = build(MODEL, config, mesh)
+        executor, store = (
+            StepExecutor(train_state.model, train_state.engine, mesh),
+            CheckpointStore(Path(folder), mesh, keep_last=1),
+        )
+        executor.step(batches(mesh, 0), 1e-3)
+        boxes = optimizer_boxes(train_state.model, train_state.engine, mesh, for_save=not found)
+        if found:
+            store.read(store.load_newest(lambda m: None)[0], boxes)
+        else:
+            executor.step(batches(mesh, 1), 1e-3)
+            assert store.save(boxes, manifest(2, train_state))
+        found.append({key: [box.data.clone() for box in of] for key, of in boxes.items()})
+    return found
+
+
+@pytest.mark.parametrize(("written", "read"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_run_may_change_the_type_of_its_moments(single_mesh, tmp_path, written, read):
+    before, after = through_moments(single_mesh, str(tmp_path), written, read)
+    assert before.keys() == after.keys()
+    for key, boxes in before.items():
+        moments = not key.startswith("master.")
+        for own, found in zip(boxes, after[key], strict=True):
+            assert own.dtype == (getattr(torch, written) if moments else torch.float32)
+            assert found.dtype == (getattr(torch, read) if moments else torch.float32)
+            assert bool(own.any()) or not moments
+            assert torch.equal(own.to(found.dtype), found), key
+
+
 LAYOUTS = [
     {"data": 1},
     {"data": 4},

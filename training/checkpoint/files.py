@@ -33,6 +33,9 @@ BLOCK = 1 << 23
 SYNC = 1 << 28
 """Bytes after which the disk is waited for, which shows that a write goes on: one sync at the end can be silent for minutes."""
 
+MOMENTS = ("exp_avg.", "exp_avg_sq.")
+"""How the keys of AdamW's moments begin."""
+
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -169,7 +172,8 @@ class CheckpointFiles:
         """Copy a box of a whole tensor into the box's memory.
 
         Raises:
-            CheckpointError: there is no such tensor, shape or dtype differ, or the stored boxes do not cover it.
+            CheckpointError: there is no such tensor, shape or dtype differ (only moments are converted: a run may change
+                training.optimizer.moments_dtype), or the stored boxes do not cover it.
             StorageError, OSError: a file cannot be read.
         """
         stored = self.tensors.get(key)
@@ -177,7 +181,7 @@ class CheckpointFiles:
             raise CheckpointError(f"the checkpoint has no tensor {key}: it is of another model")
         if tuple(stored["shape"]) != box.whole:
             raise CheckpointError(f"the checkpoint's {key} has shape {tuple(stored['shape'])}, the model's {box.whole}")
-        if stored["dtype"] != DTYPES[box.data.dtype]:
+        if stored["dtype"] != DTYPES[box.data.dtype] and not (key.startswith(MOMENTS) and box.data.is_floating_point()):
             raise CheckpointError(f"the checkpoint's {key} has type {stored['dtype']}, the model's {DTYPES[box.data.dtype]}")
         covered = 0
         for file, offset, extent in stored["parts"]:

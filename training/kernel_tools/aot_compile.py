@@ -66,7 +66,7 @@ def compile_run_kernels(
                     _step(rank_model, at, layout.context, lanes, recorded)
             for recurrence in sorted(recorded, key=str):
                 launch(recurrence, META, DTYPES[training.compute_dtype_on(META.type)])
-            adamw.launch_forms(META)
+            adamw.launch_forms(META, DTYPES[training.optimizer.moments_dtype])
         finally:
             meshes.shutdown()
     return compiled
