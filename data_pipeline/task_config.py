@@ -10,7 +10,7 @@ from baton.data_pipeline.errors import DataError
 class Settings(BaseModel):
     """Base class of the data pipeline's settings: an unknown name is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TaskCase(Settings):

@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class MatmulRates(_Settings):

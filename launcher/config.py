@@ -34,7 +34,7 @@ from baton.training.monitoring.config import ProfileConfig
 class RunConfig(BaseModel):
     """Settings of one run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(
         min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run and, by default, of its directory"

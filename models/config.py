@@ -75,7 +75,7 @@ def padding_to_rows(vocab_size: int, rows: int, preferred: int) -> int:
 class ModelConfig(BaseModel):
     """A language model: embedding, n_layers layers of sub-blocks, final norm, head."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     d_model: int = Field(ge=1, description="width of the residual stream")
     n_layers: int = Field(ge=1, description="number of layers")

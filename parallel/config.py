@@ -10,7 +10,7 @@ from baton.parallel.errors import LayoutError
 class LayoutConfig(BaseModel):
     """Sizes of the process mesh; their product is the number of ranks."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     tensor: int = Field(1, ge=1, description="tensor-parallel ranks, which split each layer's heads or channels")
     pipeline: int = Field(1, ge=1, description="pipeline-parallel stages, each with some of the layers")

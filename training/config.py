@@ -17,7 +17,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class LengthConfig(_Settings):

@@ -119,7 +119,8 @@ def _roll_back(run: Run) -> None:
     beats.set_warm(False)
     beats.beat(run.progress.step, "going back to a checkpoint")
     run.resume()
-    run.progress.cursors = with_skipped(run.progress.cursors, run.recovery.skip_documents)
+    lanes = range(run.mesh.data_rank, run.settings.training.lane_count, run.mesh.layout.data)
+    run.progress.cursors = with_skipped(run.progress.cursors, run.recovery.skip_documents, lanes)
     for callback in run.callbacks:
         callback.on_rollback(run.progress)
     if run.metrics is not None:

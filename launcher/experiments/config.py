@@ -41,7 +41,7 @@ Seed = Annotated[int, Field(ge=0)]
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class PaperConfig(_Settings):

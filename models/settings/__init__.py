@@ -31,7 +31,7 @@ _KINDS: dict[str, "type[MixerConfig]"] = {}
 class MixerConfig(BaseModel):
     """Settings of one kind of mixer, and what it declares. Subclasses add `kind: Literal["NAME"] = "NAME"` and described fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: str
 

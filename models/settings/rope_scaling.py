@@ -8,7 +8,7 @@ _CONTEXT = "tokens of the context with which the model was trained before its ro
 
 
 class _Scaling(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class LinearScaling(_Scaling):

@@ -40,6 +40,16 @@ def test_words_are_read_as_yaml(inputs, word, key, value):
     assert type(found) is type(value)
 
 
+@pytest.mark.parametrize(
+    "word",
+    ["training.optimizer.lr=.inf", "training.guard.loss_spike=.inf", "model.norm_eps=.inf", "layout.timeout_s=.inf",
+     "training.checkpoint.failures_per_rank_day=.inf", "jobs.hang_timeout_s=.inf"],
+)  # fmt: skip
+def test_a_number_that_is_not_finite_is_refused(inputs, word):
+    with pytest.raises(ConfigError, match=f"{word.split('=')[0]}=inf: Input should be a finite number"):
+        load(inputs.run, [word])
+
+
 def test_the_last_word_on_a_key_counts(inputs):
     assert load(inputs.run, ["training.seed=1", "training.seed=2"]).training.seed == 2
 

@@ -4,6 +4,7 @@ Every test has a copy of its own; the commands run side by side, as each of them
 """
 
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from support.runs import DEADLINE_S, SAME_PLACES, STEPS, Ended, Launch, flip, pu
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.lane_order import LaneOrder, Units
+from baton.training.monitoring.event_log import read_events
 from baton.training.monitoring.metrics import read_metrics
 
 
@@ -231,3 +233,17 @@ def test_a_plot_that_cannot_be_written_is_refused(readers, runs):
     assert (status, out) == (2, "")
     assert err.startswith(f"baton: {runs / 'nowhere' / 'picture.png'}")
     assert err.count("\n") == 1
+
+
+def test_a_model_that_an_update_has_ruined_is_evaluated_without_a_sample_and_left_to_the_guard(inputs, launch, tmp_path):
+    words = ("training.steps=4", "training.optimizer.lr=1e30", "training.schedule.kind=constant", "training.evaluation.every=1",
+             "training.guard={policy: rollback, max_interventions: 1}")  # fmt: skip
+    ended = launch(tmp_path / "run", str(inputs.run), *SAME_PLACES, *words, where=inputs.run.parent).end()
+    assert ended.status == 2
+    assert "step 2: the loss or a gradient is not finite" in ended.err
+    assert "this was tried 1 times" in ended.err
+    assert [event["kind"] for event in read_events(tmp_path / "run")] == ["rollback", "stop"]
+    train, evaluation = ended.rows
+    assert (train["kind"], evaluation["kind"], train["step"], evaluation["step"]) == ("train", "evaluation", 1, 1)
+    assert math.isnan(evaluation["loss"])
+    assert "sample" not in evaluation

@@ -12,7 +12,7 @@ import torch
 from support.long_form import some
 from support.models import MODEL, micro_batches, training
 
-from baton.data_pipeline.config import ShardsConfig
+from baton.data_pipeline.config import InductionConfig, ShardsConfig
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.prepare import prepare
@@ -215,8 +215,8 @@ def test_spikes_are_judged_against_the_median_of_accepted_steps():
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A dataset in which every document has a character of its own, and its tokenizer; the token of a document that is met in the
-    9th to 12th of 24 steps and never again, and that document's name."""
+    """A dataset in which every document has a character of its own, and its tokenizer; the tokens of two documents that are met in
+    the 9th to 12th of 24 steps and never again, and those documents' names."""
     folder, rng = tmp_path_factory.mktemp("guard"), random.Random(0)
     texts = ["".join(rng.choice("abcdefgh ") for _ in range(rng.randint(20, 90))) for _ in range(60)]
     texts = [f"{text[:15]}{chr(0x4E00 + n)}{text[15:]}" for n, text in enumerate(texts)]
@@ -233,15 +233,15 @@ def corpus(tmp_path_factory):
             for batch in data.micro_batches:
                 for token in own.keys() & set(batch.tokens.flat):
                     met[token].append(data.step)
-    token = next(token for token, steps in sorted(met.items()) if len(steps) == 1 and 8 <= steps[0] < 12)
+    tokens = [token for token, steps in sorted(met.items()) if len(steps) == 1 and 8 <= steps[0] < 12][:2]
     (shard,) = dataset.shards["train"]
     payloads = dataset.read(shard, 0, 60)
-    (victim,) = [dataset.named(shard, i) for i, payload in enumerate(payloads) if own[token].encode() in payload]
-    return folder, token, victim
+    named = [[dataset.named(shard, i) for i, payload in enumerate(payloads) if own[token].encode() in payload] for token in tokens]
+    return folder, tokens, [name for (name,) in named]
 
 
-def run(mesh, corpus, bad, folder, policy, bptt=None):
-    """A whole run of `train` in which the poisonous document makes NaN: what it raised."""
+def run(mesh, corpus, bad, folder, policy, bptt=None, every=5):
+    """A whole run of `train` in which poisonous documents make NaN: what it raised."""
     data = ShardsConfig(path=str(corpus / "shards"), tokenizer=str(corpus / "t.model"), unit_documents=4)
     config = ModelConfig(d_model=16, n_layers=2, mixers={"mamba": kinds()["mamba"](d_state=4)}, pad_vocab_to=4)
     settings = training(
@@ -250,9 +250,9 @@ def run(mesh, corpus, bad, folder, policy, bptt=None):
         global_batch_tokens=64,
         micro_batch_size=1,
         bptt=bptt,
-        checkpoint=CheckpointConfig(every=5),
+        checkpoint=CheckpointConfig(every=every),
         evaluation=EvaluationConfig(every=0),
-        monitoring=MonitoringConfig(update_norm_every=4),
+        monitoring=MonitoringConfig(update_norm_every=4, state_grad_norm_every=1),
         guard=GuardConfig(policy=policy, max_interventions=2),
     )
     theirs = run_setup.build
@@ -261,7 +261,7 @@ def run(mesh, corpus, bad, folder, policy, bptt=None):
         train_state = theirs(*arguments)
 
         def poison(module, arguments, output):
-            return torch.where((arguments[0] == bad)[..., None], torch.nan, output)
+            return torch.where(torch.isin(arguments[0], torch.tensor(bad))[..., None], torch.nan, output)
 
         train_state.model.embedding.register_forward_hook(poison)
         return train_state
@@ -282,39 +282,64 @@ def skipped(folder):
 
 
 def test_rollback_leaves_out_the_one_document_and_the_run_ends(pool, corpus, tmp_path):
-    folder, token, victim = corpus
-    assert pool.run(run, folder, token, tmp_path, "rollback", data=2) == [None, None]
+    """And a second one that is met before the next checkpoint: the first does not come back."""
+    folder, tokens, victims = corpus
+    assert pool.run(run, folder, tokens, tmp_path, "rollback", None, 24, data=2) == [None, None]
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
     assert [row["step"] for row in rows] == list(range(1, 25)), "no step is missing or there twice"
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert [row["step"] for row in rows if "update_norm" in row] == [4, 8, 12, 16, 20, 24]
-    (event,) = read_events(tmp_path)
-    assert event["kind"] == "rollback"
-    assert event["documents"] == [victim]
-    assert "comes out of embedding" in event["reason"]
-    assert len(skipped(tmp_path)) == 1
+    events = read_events(tmp_path)
+    assert [event["kind"] for event in events] == ["rollback", "rollback"]
+    assert sorted(event["documents"] for event in events) == sorted([victim] for victim in victims)
+    assert all("comes out of embedding" in event["reason"] for event in events)
+    assert len(skipped(tmp_path)) == 2
+
+
+def synthetic_run(mesh, folder):
+    """A run on examples that nobody has written, of which one step is refused."""
+    settings = training(
+        steps=4, sequence_length=16, global_batch_tokens=32, micro_batch_size=1, evaluation=EvaluationConfig(every=0),
+        checkpoint=CheckpointConfig(every=2), guard=GuardConfig(policy="rollback"),
+    )  # fmt: skip
+    config, data = ModelConfig(d_model=16, n_layers=1, mixers={"mamba": kinds()["mamba"](d_state=4)}), InductionConfig(length=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_setup, "AnomalyDetector", lambda guard: Refusing(loss=(0, 4)))
+        loop.train(RunSettings(folder, config, data, settings, ""), mesh)
+
+
+def test_a_synthetic_task_is_rolled_back_without_documents(single_mesh, tmp_path, capfd):
+    """Before there is a lane's cursor, and from one."""
+    synthetic_run(single_mesh, tmp_path)
+    assert [(event["kind"], event["documents"]) for event in read_events(tmp_path)] == [("rollback", [])] * 2
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"] == [1, 2, 3, 4]
+    said = [line for line in capfd.readouterr().out.splitlines() if "refused" in line]
+    back = "loss refused; going back to the last checkpoint"
+    assert said == [f"step 1: {back} (rollback 1 of 3)", f"step 4: {back} (rollback 2 of 3)"]
 
 
 def test_skip_makes_no_update_and_goes_on(pool, corpus, tmp_path):
-    """Also where lanes carry States: those of the step are forgotten."""
-    folder, token, victim = corpus
-    assert pool.run(run, folder, token, tmp_path, "skip", bptt={"mode": "truncated", "segment": 8}, data=2) == [None, None]
+    """Also where lanes carry States: those of the step are forgotten. Nothing is recorded of the step but the event."""
+    folder, (token, _), (victim, _) = corpus
+    assert pool.run(run, folder, [token], tmp_path, "skip", bptt={"mode": "truncated", "segment": 8}, data=2) == [None, None]
     (event,) = read_events(tmp_path)
     assert (event["kind"], event["documents"]) == ("skip", [victim])
-    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
-    assert [row["step"] for row in rows] == [step for step in range(1, 25) if step != event["step"]]
-    assert all(math.isfinite(row["loss"]) for row in rows)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    for kind in ("train", "state_gradients"):
+        recorded = [row["step"] for row in rows if row["kind"] == kind]
+        assert recorded == [step for step in range(1, 25) if step != event["step"]], kind
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     assert skipped(tmp_path) == []
     assert Manifest.read(tmp_path / "checkpoints" / "step-00000024").adam_steps == 23
 
 
 def test_stop_names_the_document_and_the_next_start_resumes(pool, corpus, tmp_path):
-    folder, token, victim = corpus
-    for message in pool.run(run, folder, token, tmp_path, "stop", data=2):
+    folder, (token, _), (victim, _) = corpus
+    for message in pool.run(run, folder, [token], tmp_path, "stop", data=2):
         assert victim in message
         assert "comes out of embedding (rank" in message
         assert "it resumes from its last checkpoint" in message
     (event,) = read_events(tmp_path)
     assert event["kind"] == "stop"
-    assert pool.run(run, folder, token, tmp_path, "rollback", data=2) == [None, None]
+    assert pool.run(run, folder, [token], tmp_path, "rollback", data=2) == [None, None]
     assert [event["kind"] for event in read_events(tmp_path)] == ["stop", "rollback"]

@@ -3,6 +3,7 @@ unpickled."""
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import time
@@ -467,6 +468,8 @@ def test_retention_keeps_the_last_the_nth_and_the_best():
     assert Retention(1, best=3).kept(losses) == {40, 50, 70}, "of equal ones the later"
     assert Retention(1, best=1).kept(losses) == {70}
     assert Retention(9).kept(losses) == set(losses)
+    assert Retention(1, best=1).kept({10: 3.0, 20: math.nan, 30: 2.0, 40: math.nan, 50: 4.0}) == {30, 50}, "nan is not the least"
+    assert Retention(1, best=2).kept({10: math.nan, 20: 3.0, 30: math.inf, 40: None}) == {20, 40}
 
 
 def prune(mesh, folder):

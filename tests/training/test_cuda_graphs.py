@@ -1,5 +1,6 @@
 """CUDA graphs: recorded and replayed passes give the same steps bitwise. On a CPU a pass or its operators run again."""
 
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -24,6 +25,7 @@ from baton.training.monitoring.state_gradients import StateGradientMonitor
 from baton.training.step.cuda_graphs import CudaGraphs
 from baton.training.step.executor import StepExecutor
 from baton.training.step.graph_recorder import CudaGraphRecorder
+from baton.training.step.microbatch_runner import MicrobatchRunner
 
 MIXERS = (*kinds(), "hybrid")
 
@@ -231,6 +233,26 @@ def test_recorded_passes_of_segments_are_plain_passes_to_the_bit(single_mesh, bp
 def test_recorded_passes_of_segments_are_plain_passes_over_ranks(pool, bptt, layout):
     for found in pool.run(differences, ("hybrid", "bmojo"), "OfRoles", bptt=bptt, timeout_s=600, **layout):
         assert found == {"hybrid": [], "bmojo": []}
+
+
+def test_a_trace_has_the_memory_of_what_is_recorded(single_mesh, monkeypatch):
+    """The recorded passes' gradients alone are as large as the model."""
+    train_state = build(model_of("retnet"), training(), single_mesh)
+    graphs, alive = CudaGraphs(train_state.model, Again), []
+    executor, traced = StepExecutor(train_state.model, train_state.engine, single_mesh, cuda_graphs=graphs), MicrobatchRunner.finish
+    batches = [cut(batch, 24, single_mesh.device) for batch in micro_batches(0, 0, 1, 2)]
+    executor.step(batches, 1e-3)
+    gradients = [weakref.ref(gradient) for _, gradient in graphs._recorded.gradients]
+
+    def finish(runner):
+        alive.append(sum(gradient() is not None for gradient in gradients))
+        traced(runner)
+
+    monkeypatch.setattr(MicrobatchRunner, "finish", finish)
+    with torch.no_grad():
+        train_state.model.embedding.weight[:, 1] = torch.nan
+    assert not executor.step(batches, 1e-3).updated
+    assert alive == [0]
 
 
 class Stale(OfRoles):

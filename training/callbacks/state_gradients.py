@@ -10,7 +10,8 @@ from baton.training.step.executor import StepResult
 
 
 class StateGradientCallback(Callback):
-    """Logs norms of State gradients at the boundaries of segments and ranks, every `monitoring.state_grad_norm_every` steps."""
+    """Logs norms of State gradients at the boundaries of segments and ranks, every `monitoring.state_grad_norm_every` steps, of
+    steps that made an update."""
 
     time_category = "other"
 
@@ -38,7 +39,7 @@ class StateGradientCallback(Callback):
     def after_step(self, progress: RunProgress, result: StepResult) -> None:
         if self._gradient_monitor is None:
             return
-        if self._is_due(progress.step):
+        if result.updated and self._is_due(progress.step):
             segment = self._training.at(progress.step - 1).segment
             found = self._gradient_monitor.read(segment // self._mesh.layout.context, cut=self._training.carries_lane_states)
             if self._metrics is not None and found is not None:

@@ -1,5 +1,7 @@
 """Validation loss, bits per byte, and a sample of generated text."""
 
+import math
+
 from torch import Tensor
 
 from baton.data_pipeline.evaluation import EvaluationSet, evaluation_batches
@@ -34,7 +36,8 @@ class TextEvaluationCallback(Callback):
         found = evaluate(model, batches, chosen.text_bytes, chosen.tokens, mesh, segments=self._training.segments)
         sample = None
         wanted = self._training.evaluation.sample_tokens
-        if wanted and mesh.data_rank == 0:
+        # a model that is not finite any more says nothing; what is done about it, training.guard decides in the next step
+        if wanted and math.isfinite(found.loss) and mesh.data_rank == 0:
             doc = self._tokenizer.eod_id
             (ids,) = generate(model, [[doc]], tokens=wanted, vocab_size=self._tokenizer.vocab_size, stop=doc, seeds=[progress.step])
             sample = self._tokenizer.decode(ids, errors="replace")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class CheckpointConfig(BaseModel):
     """When to save and what to keep."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     every: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         1000,

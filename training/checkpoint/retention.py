@@ -1,5 +1,6 @@
 """Which checkpoints of a run are kept: the latest, multiples of a step number, and the best by validation loss."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,8 +15,9 @@ class Retention:
     best: int = 0
 
     def kept(self, checkpoints: Mapping[int, float | None]) -> set[int]:
-        """Steps of the checkpoints to keep. checkpoints: step to validation loss; None: not measured."""
+        """Steps of the checkpoints to keep. checkpoints: step to validation loss; None: not measured. One that is not finite
+        is not among the best."""
         kept = set(sorted(checkpoints)[-self.last :])
         kept |= {step for step in checkpoints if self.every and step % self.every == 0}
-        measured = sorted((loss, -step) for step, loss in checkpoints.items() if loss is not None)
+        measured = sorted((loss, -step) for step, loss in checkpoints.items() if loss is not None and math.isfinite(loss))
         return kept | {-step for _, step in measured[: self.best]}

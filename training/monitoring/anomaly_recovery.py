@@ -4,7 +4,7 @@ Documents belong to lanes, and lanes to the ranks that read them, so each readin
 to be left out are written into the lanes' cursors, which move with the lanes to any layout.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,7 +25,8 @@ _SHOWN = 4
 class AnomalyRecovery:
     """Decides about anomalous steps and counts interventions of this start. Every rank has one and makes the same decisions.
 
-    skip_documents: after a rollback was decided, this rank's documents to leave out, by lane.
+    skip_documents: after a rollback was decided, this rank's documents to leave out, by lane; those of earlier rollbacks too, which
+    the checkpoint that the run goes back to need not know.
     """
 
     def __init__(self, config: GuardConfig, events: EventLog, mesh: Mesh) -> None:
@@ -45,17 +46,15 @@ class AnomalyRecovery:
             stream: on a reading rank, else None.
         """
         assert result.anomaly is not None
-        self.skip_documents, exact = self._find(result, step, before, data, stream)
+        found, exact = self._find(result, step, before, data, stream)
         of_ranks: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(
-            of_ranks, ([place.name for skip_documents in self.skip_documents.values() for place in skip_documents], exact)
-        )
-        exact = any(found for _, found in of_ranks)
-        names = [name for found, was_exact in of_ranks for name in found if was_exact or not exact]
+        dist.all_gather_object(of_ranks, ([place.name for of_lane in found.values() for place in of_lane], exact))
+        exact = any(was_exact for _, was_exact in of_ranks)
+        names = [name for of_rank, was_exact in of_ranks for name in of_rank if was_exact or not exact]
         if result.nonfinite is not None and result.nonfinite.is_parameter:  # no document has done it
-            self.skip_documents, names = {}, []
+            found, names = {}, []
         elif exact and not of_ranks[self._mesh.rank][1]:
-            self.skip_documents = {}
+            found = {}
         policy = self._config.policy
         message = f"step {step + 1}: {result.anomaly}{_listed(names)}"
         if policy == "skip" and result.updated:
@@ -69,12 +68,12 @@ class AnomalyRecovery:
                 f"{message}. The checkpoints are of before; lower training.optimizer.lr, look at these documents, or set "
                 f"training.guard.policy to skip or rollback, then start the run again: it resumes from its last checkpoint"
             )
+        if policy == "rollback":
+            for lane, of_lane in found.items():
+                self.skip_documents.setdefault(lane, []).extend(of_lane)
         if self._mesh.is_main:
-            done = (
-                "no update is made of this step"
-                if policy == "skip"
-                else "going back to the last checkpoint, without these documents"
-            )
+            back = f"going back to the last checkpoint{', without these documents' if names else ''}"
+            done = "no update is made of this step" if policy == "skip" else back
             print(f"{message}; {done} ({policy} {self._count} of {self._config.max_interventions})", flush=True)
         return policy
 
@@ -85,21 +84,27 @@ class AnomalyRecovery:
         if stream is None or data.reader_batches is None:
             return {}, False
         lanes = [lane for batch in data.reader_batches for lane in batch.lanes]
-        touched = {lane: stream.documents_between(lane, before.get(lane), data.cursors[lane], step) for lane in lanes}
+        of_lanes = {lane: stream.documents_between(lane, before.get(lane), data.cursors[lane], step) for lane in lanes}
+        touched = {lane: of_lane for lane, of_lane in of_lanes.items() if of_lane}  # none where the stream has no documents
         where = result.nonfinite
         if where is None or where.row < 0 or where.data_rank != self._mesh.data_rank:
             return touched, False
         batch = data.reader_batches[where.micro_batch]
         lane, pos = batch.lanes[where.row], batch.pos[where.row]
         number = int((pos[: where.column + 1] == 0).sum()) - int(pos[0] == 0)
-        return {lane: touched[lane][number : number + 1]}, bool(touched[lane][number : number + 1])
+        one = of_lanes[lane][number : number + 1]
+        return ({lane: one}, True) if one else (touched, False)
 
 
-def with_skipped(cursors: Mapping[int, Any], skip_documents: Mapping[int, list[DocumentRef]]) -> dict[int, Any]:
-    """The cursors of a checkpoint, with documents to leave out."""
-    found = dict(cursors)
+def with_skipped(
+    cursors: Mapping[int, Any], skip_documents: Mapping[int, list[DocumentRef]], lanes: Iterable[int]
+) -> dict[int, Any]:
+    """The cursors of a checkpoint, with documents to leave out. lanes: the rank's, which have no cursors before the first step."""
+    if not skip_documents:
+        return dict(cursors)
+    found = dict(cursors) or {lane: Cursor() for lane in lanes}
     for lane, of_lane in skip_documents.items():
-        cursor = found.get(lane, Cursor())
+        cursor = found[lane]
         more = tuple((place.source, place.unit, place.document) for place in of_lane)
         found[lane] = replace(cursor, skipped=(*cursor.skipped, *(place for place in more if place not in cursor.skipped)))
     return found

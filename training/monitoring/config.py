@@ -8,7 +8,7 @@ from baton.training.errors import RunError
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class GuardConfig(_Settings):

@@ -107,8 +107,8 @@ class StepExecutor:
     ) -> StepResult:
         """Make one update from this data rank's micro-batches, unless the step is anomalous (see StepResult).
 
-        After a step without an update, parameters, moments and lanes' States are as before; but lanes whose new States are
-        not finite, or not known, are zeroed.
+        After a step without an update, parameters and moments are as before. Lanes have the States that the step's tokens left,
+        or zeros if the loss or a gradient is not finite.
 
         Args:
             batches: the same on every pipeline stage.
@@ -144,6 +144,7 @@ class StepExecutor:
         if finite and not anomalies and not math.isfinite(norm):  # too large together
             anomalies.append("the gradients' norm is not finite, though each rank's gradients are")
         if not finite:
+            del runner  # the trace needs the memory of what is recorded
             nonfinite = self._trace_nonfinite(batches, scale)
             happened = "the loss or a gradient is not finite"
             anomalies = [
