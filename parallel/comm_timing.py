@@ -117,12 +117,12 @@ def timed_wait(what: str = "other ranks") -> Iterator[None]:
 
 
 def take_wait_seconds() -> float:
-    """Seconds waited since the last call. On a GPU it synchronizes with the end of the last wait."""
-    total = _wait_state.seconds
-    for before, after, _ in _wait_state.events:
-        after.synchronize()
-        total += before.elapsed_time(after) / 1000.0
-    _wait_state.seconds, _wait_state.events = 0.0, []
+    """Seconds of the waits that have ended since the last call. It does not wait for a GPU: what is not over there is of a later
+    call."""
+    ended = [times for times in _wait_state.events if times[1].query()]
+    total = _wait_state.seconds + sum(before.elapsed_time(after) for before, after, _ in ended) / 1000.0
+    _wait_state.seconds = 0.0
+    _wait_state.events = [times for times in _wait_state.events if times not in ended]
     return total
 
 

@@ -530,6 +530,7 @@ def test_what_a_graph_waits_for_is_not_timed(on_gpu):
     x, recorder = torch.ones(3, device=on_gpu.device), CudaGraphRecorder(on_gpu.device)
     with comm_timing.timed_wait():
         x += 1
+    torch.cuda.synchronize()
     assert comm_timing.take_wait_seconds() > 0
 
     def run():
@@ -537,7 +538,9 @@ def test_what_a_graph_waits_for_is_not_timed(on_gpu):
             x.add_(1)
 
     recorder.warm_up(run)
+    torch.cuda.synchronize()
     comm_timing.take_wait_seconds()
     recorder.record(run)()
+    torch.cuda.synchronize()
     assert comm_timing.take_wait_seconds() == 0
     assert x.tolist() == [4.0] * 3
