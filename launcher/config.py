@@ -198,13 +198,15 @@ class RunConfig(BaseModel):
         )
 
     def notes(self) -> Iterator[str]:
-        """Settings of the schedule that have no effect, and warnings of the model's mixers about this run's document length, a
-        line each."""
+        """Settings that have no effect, and warnings of the model's mixers about this run's document length, a line each."""
         schedule = self.training.schedule
         unused = [name for name in ("decay_steps", "decay_shape") if getattr(schedule, name) != getattr(type(schedule)(), name)]
         if schedule.kind != "wsd" and unused:
             named = " and ".join(f"{name}={getattr(schedule, name)}" for name in unused)
             yield f"note: training.schedule.{named} without effect with kind={schedule.kind}; it is of kind=wsd"
+        for name in self.model.shared:
+            if sum(name in layer for layer in self.model.layers) < 2:
+                yield f"note: model.shared: {name} without effect, because fewer than two of the layers have it"
         if isinstance(self.data, TaskConfig):
             key, tokens = "data.length", self.data.length
         elif self.training.carries_lane_states:

@@ -7,7 +7,7 @@ the normalized tokens are all-gathered before the mixer, in the compute dtype.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -83,21 +83,38 @@ class Branch(nn.Module):
         return y, cast(State, state)
 
 
+def build_block(name: str, first: bool, config: ModelConfig, context: MixerContext) -> SubBlock | Branch:
+    """The mixer of a name in the pattern. first: of its sub-block, which has the norm."""
+    block = (SubBlock if first else Branch)(name, config, context)
+    for inner, module in block.named_modules(prefix=name):
+        if isinstance(module, Mixer):
+            module.path = inner.replace(".mixer", "")
+    return block
+
+
 class Layer(nn.ModuleDict):
     """Mixers by name: a SubBlock with the norm for the first of each sub-block, a Branch for the others. The layer's State holds
-    every mixer's tensors under NAME.TENSOR."""
+    every mixer's tensors under NAME.TENSOR.
 
-    def __init__(self, sub_blocks: SubBlocks, config: ModelConfig, context: MixerContext) -> None:
+    shared: blocks that several layers use, by name. They are the model's, and no modules of this one.
+    """
+
+    def __init__(
+        self, sub_blocks: SubBlocks, config: ModelConfig, context: MixerContext, shared: Mapping[str, nn.Module] | None = None
+    ) -> None:
         self._sub_blocks = sub_blocks
-        super().__init__({name: (SubBlock if first else Branch)(name, config, context) for name, first in places(sub_blocks)})
+        others = dict(shared or {})
+        super().__init__(
+            {name: build_block(name, first, config, context) for name, first in places(sub_blocks) if name not in others}
+        )
+        self.blocks = {name: cast(SubBlock | Branch, {**self, **others}[name]) for name, _ in places(sub_blocks)}
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
         """The State of a sequence in this layer."""
         specs = []
-        for name, block in self.items():
-            mixer = cast(SubBlock | Branch, block).mixer
-            specs += [dataclasses.replace(spec, name=f"{name}.{spec.name}") for spec in mixer.state_specs]
+        for name, block in self.blocks.items():
+            specs += [dataclasses.replace(spec, name=f"{name}.{spec.name}") for spec in block.mixer.state_specs]
         return tuple(specs)
 
     def forward(
@@ -110,12 +127,12 @@ class Layer(nn.ModuleDict):
             initial, prefix = None, f"{name}."
             if state is not None:
                 initial = {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
-            y, final[name] = self[name](x, pos, initial, forward_context, *others)
+            y, final[name] = self.blocks[name](x, pos, initial, forward_context, *others)
             return y
 
         for first, *others in self._sub_blocks:
             stream = run(first, stream, [partial(run, name) for name in others])
-        return stream, {f"{name}.{key}": x for name in self for key, x in final[name].items()}
+        return stream, {f"{name}.{key}": x for name in self.blocks for key, x in final[name].items()}
 
     def forward_summed(self, x: Tensor, pos: Tensor, state: State | None, forward_context: ForwardContext) -> tuple[Tensor, State]:
         """`forward` from and to a stream in one tensor, so that full recomputation saves one tensor per layer."""
@@ -167,7 +184,7 @@ def recomputation(layers: Iterable[nn.Module], link: ContextLink | None, saved: 
     """
     saved = saved or SavedForRecomputation()
     link_contexts = noop_context_fn() if link is None else link.recomputation(saved.states)
-    blocks = [cast(SubBlock | Branch, block) for layer in layers for block in cast(Layer, layer).values()]
+    blocks = (block for layer in layers for block in cast(Layer, layer).blocks.values())
     operators = {operator for block in blocks for operator in block.mixer.recompute_keeps}
     results = saved.results
     if not operators:

@@ -90,6 +90,11 @@ class ModelConfig(BaseModel):
         default_factory=dict,
         description="settings of each name in the pattern: {kind: ..., ...}; kind defaults to the name",
     )
+    shared: tuple[str, ...] = Field(
+        (),
+        description="names of the pattern that have one set of weights, norm included, however many layers have them: "
+        "`[attention, swiglu]` for attention and an MLP that are used at several depths, as in Zamba. Each layer has its own State",
+    )
     vocab_size: int | None = Field(None, ge=1, description="number of tokens in the vocabulary; null: the tokenizer's")
     pad_vocab_to: int = Field(
         8, ge=1, description="the embedding's rows are padded to a multiple of this; the padding has no part in the loss"
@@ -137,8 +142,20 @@ class ModelConfig(BaseModel):
                 settings.check(self.d_model)
             except ValueError as error:
                 raise ValueError(f"mixers.{name}: {error}") from None
+        self._what_is_shared_fits(used)
         self._what_is_read_was_handed_on()
         return self
+
+    def _what_is_shared_fits(self, used: set[str]) -> None:
+        """Raises ValueError for a shared name that is not in the pattern, or that does not have a norm in all of its layers."""
+        for name in self.shared:
+            if name not in used:
+                raise ValueError(f"shared: {name} is not in pattern={list(self.pattern)}; known: {', '.join(sorted(used))}")
+            if len({first for layer in self._period for other, first in places(layer) if other == name}) > 1:
+                raise ValueError(
+                    f"shared: {name} is behind a | in one layer, where it has no norm, and not in another; give the two a name "
+                    f"each in mixers"
+                )
 
     def _what_is_read_was_handed_on(self) -> None:
         """Raises ValueError unless each tensor that layers share is handed on once, and before it is read, in the same width."""
@@ -189,6 +206,15 @@ class ModelConfig(BaseModel):
         """The sub-blocks of each of the n_layers layers."""
         period = self._period
         return tuple(period[n % len(period)] for n in range(self.n_layers))
+
+    @property
+    def shared_blocks(self) -> dict[str, bool]:
+        """The shared names that any of the n_layers layers has, and whether each has its sub-block's norm."""
+        return {name: first for layer in dict.fromkeys(self.sub_blocks) for name, first in places(layer) if name in self.shared}
+
+    def place(self, number: int, name: str) -> str:
+        """What the names of the parameters of a layer's mixer, and of its norm, begin with."""
+        return f"shared.{name}" if name in self.shared else f"layers.{number}.{name}"
 
     @property
     def is_parallel(self) -> bool:

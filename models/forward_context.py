@@ -23,6 +23,8 @@ class ForwardContext:
         need_final_state: False: final States are not computed, unless the link sends them to the next rank; placeholders that
             raise on use are returned (baton.kernels.protocol.absent_state).
         overwrite_states: every sequence has one token, and its final State is written over the one given (`Recurrence.step`).
+        layer: what names of the layer's recurrences begin with in the whole model, for example "layers.3."; "": a mixer on its own.
+            A mixer that several layers share does not know it otherwise.
         shared: tensors that layers hand on to later ones beside the residual stream, by name; None: there are no other layers.
         recorded: a set that recurrences are added to; they then run their definition, not their kernels. None: they run as usual.
     """
@@ -30,12 +32,17 @@ class ForwardContext:
     link: ContextLink | None = None
     need_final_state: bool = True
     overwrite_states: bool = False
+    layer: str = ""
     shared: dict[str, Tensor] | None = None
     recorded: set[Recurrence] | None = None
 
     def of_one_pass(self) -> "ForwardContext":
         """This context with nothing handed on yet."""
         return replace(self, shared={})
+
+    def in_layer(self, number: str) -> "ForwardContext":
+        """This context in the layer with this number."""
+        return replace(self, layer=f"layers.{number}.")
 
     def hand_on(self, name: str, x: Tensor) -> None:
         """Hand x on to later layers. A layer that runs again for its gradients does not replace what it handed on."""

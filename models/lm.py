@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from baton.kernels.protocol import State, StateSpec
-from baton.models.block import Layer, SavedForRecomputation, recomputation
+from baton.models.block import Layer, SavedForRecomputation, build_block, recomputation
 from baton.models.config import ModelConfig
 from baton.models.cross_entropy import linear_cross_entropy
 from baton.models.forward_context import ForwardContext
-from baton.models.mixer import Mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.norm import RMSNorm, Stream, summed
 from baton.models.stages import Stage, single_stage
@@ -36,7 +35,8 @@ class LanguageModel(nn.Module):
     """tokens [B, T] int64, pos [B, T] int32, States or None -> hidden [B, T, d_model] in the compute type, States.
 
     Every stage but the first takes the previous stage's hidden vectors instead of tokens; only the last has the final norm and a
-    loss. A tied embedding belongs to the first stage, and the last stage reads a replica of it.
+    loss. A tied embedding belongs to the first stage, and the last stage reads a replica of it. So do blocks that layers share
+    (`shared`), of which every other stage has a replica.
 
     Args:
         tensor_size: ranks of the tensor group that the model is split over.
@@ -98,10 +98,13 @@ class LanguageModel(nn.Module):
             sequence_parallel=self.sequence_parallel,
             selective_recompute=recompute == "selective",
         )
-        self.layers = nn.ModuleDict({str(n): Layer(config.sub_blocks[n], config, context) for n in self.stage.layers})
-        for name, module in self.named_modules():
-            if isinstance(module, Mixer):
-                module.path = name.replace(".mixer", "")
+        self.shared = nn.ModuleDict(
+            {name: build_block(name, first, config, context) for name, first in config.shared_blocks.items()}
+        )
+        self._tie_over_stages()
+        self.layers = nn.ModuleDict(
+            {str(n): Layer(config.sub_blocks[n], config, context, dict(self.shared.items())) for n in self.stage.layers}
+        )
         if not self.stage.last:
             return
         self.norm = RMSNorm(config.final_norm, context)
@@ -117,6 +120,12 @@ class LanguageModel(nn.Module):
                 disable_grad_reduce=self.sequence_parallel,
             )
 
+    def _tie_over_stages(self) -> None:
+        """Every stage has the blocks that layers share, and the first one owns them."""
+        for parameter in self.shared.parameters() if self.stage.count > 1 else ():
+            layout, owner = layout_of(parameter), self.stage.first
+            declare(parameter, replace(layout, tied_owner=owner, tied_replica=not owner, tied_over="pipeline"))
+
     @property
     def forward_context(self) -> ForwardContext:
         """The context of a forward pass that is not given another one: through the model's link, with final States."""
@@ -130,7 +139,7 @@ class LanguageModel(nn.Module):
         stream: Stream = (self.embedding(tokens, self.hidden_dtype) if self.stage.first else tokens, None)
         final_states: States = {}
         for number, layer in self.layers.items():
-            initial_state = None if states is None else states[number]
+            initial_state, here = None if states is None else states[number], context.in_layer(number)
             if self.recompute == "full" and torch.is_grad_enabled():
                 # layers are deterministic, so there is no RNG state to restore; the summed stream is half as much to save
                 x, final_states[number] = checkpoint(
@@ -138,14 +147,14 @@ class LanguageModel(nn.Module):
                     stream[0],
                     pos,
                     initial_state,
-                    context,
+                    here,
                     use_reentrant=False,
                     preserve_rng_state=False,
                     context_fn=partial(recomputation, [layer], context.link),
                 )
                 stream = x, None
             else:
-                stream, final_states[number] = layer(stream, pos, initial_state, context)
+                stream, final_states[number] = layer(stream, pos, initial_state, here)
         if not self.stage.last:
             return summed(stream), final_states
         _, hidden = self.norm(stream, self.compute_dtype)

@@ -38,7 +38,7 @@ class Mixer(nn.Module, ABC):
 
     recompute_keeps: ClassVar[tuple[Any, ...]] = ()
     path: str = "a mixer"
-    """This mixer's name in the model, for example "layers.3.mamba", for errors and message counts."""
+    """This mixer's name in its layer, for example "mamba", for errors and message counts; the layer is ForwardContext.layer."""
 
     def __init__(self, config: MixerConfig, context: MixerContext) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Mixer(nn.Module, ABC):
         if forward_context.overwrite_states and state is not None:
             return recurrence.step(inputs, pos, state)
         link, need_final_state = forward_context.link, forward_context.need_final_state
-        return run_recurrence(link, recurrence, inputs, pos, state, self.path, need_final_state)
+        return run_recurrence(link, recurrence, inputs, pos, state, forward_context.layer + self.path, need_final_state)
 
     def __init_subclass__(cls, settings: type[MixerConfig] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

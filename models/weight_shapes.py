@@ -16,18 +16,29 @@ def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         found["head.weight"] = vocabulary
     for number in range(model.n_layers):
         found |= layer_shapes(model, number)
-    return found
+    return found | shared_shapes(model)
 
 
 def layer_shapes(model: ModelConfig, number: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer."""
+    """The tensors of a layer, without those that it shares with others."""
     found: dict[str, tuple[int, ...]] = {}
     for name, first in places(model.sub_blocks[number]):
-        place = f"layers.{number}.{name}"
-        if first:
-            found[f"{place}.norm.weight"] = (model.d_model,)
-        found |= {f"{place}.mixer.{key}": shape for key, shape, _ in parameters(model.mixers[name], model.d_model)}
+        if name not in model.shared:
+            found |= _block_shapes(model, model.place(number, name), name, first)
     return found
+
+
+def shared_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of the blocks that layers share."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, first in model.shared_blocks.items():
+        found |= _block_shapes(model, f"shared.{name}", name, first)
+    return found
+
+
+def _block_shapes(model: ModelConfig, place: str, name: str, first: bool) -> dict[str, tuple[int, ...]]:
+    found = {f"{place}.norm.weight": (model.d_model,)} if first else {}
+    return found | {f"{place}.mixer.{key}": shape for key, shape, _ in parameters(model.mixers[name], model.d_model)}
 
 
 def parameters(settings: MixerConfig, d_model: int) -> Iterator[tuple[str, tuple[int, ...], ParameterDeclaration]]:

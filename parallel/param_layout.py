@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,10 @@ class ParameterLayout:
     parts along dimension 0; () when it is not fused. Each part is split separately, so a rank holds the same slice of each.
     partial_over: groups ("tensor") over whose ranks the gradient is a partial sum, which `finalize_model_grads` adds up. decay:
     whether weight decay applies. tied_replica: this rank only reads the values: another stage owns the parameter, updates it and
-    broadcasts it (a tied embedding on the last stage). The gradient computed here is added to the owner's. tied_owner: this rank
-    owns a parameter that has a replica. init: initial values of the whole parameter. They follow from the seed and the name,
-    whatever the layout.
+    broadcasts it (a tied embedding on the last stage, or a block that layers of several stages share). The gradient computed here
+    is added to the owner's. tied_owner: this rank, of the first stage, owns a parameter that has replicas. tied_over: where these
+    are: on the last stage ("embedding"), or on all stages ("pipeline"). init: initial values of the whole parameter. They follow
+    from the seed and the name, whatever the layout.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +43,7 @@ class ParameterLayout:
     decay: bool = True
     tied_replica: bool = False
     tied_owner: bool = False
+    tied_over: Literal["embedding", "pipeline"] = "embedding"
 
     def __post_init__(self) -> None:
         if self.fused_splits and (self.split != 0 or sum(n for _, n in self.fused_splits) != self.shape[0]):

@@ -66,7 +66,7 @@ class StepSchedule:
 
 
 class PipelineLink:
-    """This rank's neighbours in its pipeline. stage, stages: its number, and how many there are; ranks: global ranks by stage."""
+    """This rank's neighbours in its pipeline. stage, stages: its number, and how many there are; ranks, group: by stage."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PipelineLink:
     ) -> None:
         self.stage, self.stages, self._ranks = stage, len(ranks), ranks
         self._channels = {"forward": forward, "backward": backward}
-        self._group, self._device = group, device
+        self.group, self._device = group, device
 
     @property
     def first(self) -> bool:
@@ -108,12 +108,12 @@ class PipelineLink:
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum x over the stages, in place on all of them."""
-        dist.all_reduce(x, group=self._group)
+        dist.all_reduce(x, group=self.group)
         return x
 
     def from_last(self, x: Tensor) -> Tensor:
         """Broadcast the last stage's x to all stages, in place."""
-        dist.broadcast(x, src=self._ranks[-1], group=self._group)
+        dist.broadcast(x, src=self._ranks[-1], group=self.group)
         return x
 
 

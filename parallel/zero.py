@@ -356,35 +356,34 @@ def finalize_model_grads(module: nn.Module, mesh: Mesh) -> None:
     for name, parameter, layout in named_layouts(module):
         if not parameter.requires_grad:
             continue
+        if parameter.grad is None and layout.tied_over == "pipeline":
+            parameter.grad = torch.zeros_like(parameter)  # none of this stage's layers uses the block
         if parameter.grad is None:
             raise RuntimeError(f"{name} has no gradient after backward: every trainable parameter must take part in the loss")
-        for group in layout.partial_over:
-            partial[group].append(parameter.grad)
+        for over in layout.partial_over:
+            partial[over].append(parameter.grad)
     _all_reduce_coalesced(partial["tensor"], mesh.tensor_group)
-    for parameter in _shared_embedding(module, mesh):
+    for _, parameter, group in tied_parameters(module, mesh):
         assert parameter.grad is not None
-        dist.reduce(parameter.grad, dst=dist.get_global_rank(_group(mesh), 0), group=_group(mesh))
+        dist.reduce(parameter.grad, dst=dist.get_global_rank(group, 0), group=group)
         if layout_of(parameter).tied_replica:
             parameter.grad = None
 
 
 @torch.no_grad()
 def broadcast_tied(module: nn.Module, mesh: Mesh) -> None:
-    """Copy the values of tied parameters from the owner to the stage with the replica, after they changed."""
-    for parameter in _shared_embedding(module, mesh):
-        dist.broadcast(parameter, src=dist.get_global_rank(_group(mesh), 0), group=_group(mesh))
+    """Copy the values of tied parameters from the owner to the stages with replicas, after they changed."""
+    for _, parameter, group in tied_parameters(module, mesh):
+        dist.broadcast(parameter, src=dist.get_global_rank(group, 0), group=group)
 
 
-def _shared_embedding(module: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
-    """The tied embedding on the first and on the last of several stages; nothing on other stages."""
-    if mesh.embedding_group is None:
-        return []
-    return [p for _, p, layout in named_layouts(module) if layout.tied_replica or layout.tied_owner]
-
-
-def _group(mesh: Mesh) -> dist.ProcessGroup:
-    assert mesh.embedding_group is not None
-    return mesh.embedding_group
+def tied_parameters(module: nn.Module, mesh: Mesh) -> list[tuple[str, nn.Parameter, dist.ProcessGroup]]:
+    """What several stages have, with the group of the ranks that have it, whose first one owns it: the tied embedding on the first
+    and the last stage, blocks that layers share on all."""
+    groups = {"embedding": mesh.embedding_group, "pipeline": None if mesh.pipeline is None else mesh.pipeline.group}
+    tied = ((name, p, layout) for name, p, layout in named_layouts(module) if layout.tied_replica or layout.tied_owner)
+    found = ((name, p, groups[layout.tied_over]) for name, p, layout in tied)
+    return [(name, p, group) for name, p, group in found if group is not None]
 
 
 def _all_reduce_coalesced(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -11,6 +11,7 @@ import torch
 from baton.data_pipeline.run_source import ShardSource, TaskSource, open_source
 from baton.data_pipeline.steps import StepStream
 from baton.kernels.compile.pool import usable_cores
+from baton.models.forward_context import ForwardContext
 from baton.models.mixer import Mixer
 from baton.parallel.mesh import Mesh
 from baton.training.bptt.lane_states import LaneStates
@@ -215,12 +216,13 @@ def record_changes(settings: RunSettings, step: int, mesh: Mesh) -> None:
 def _report_layers(train_state: TrainState) -> None:
     """Make each mixer's forward pass a heartbeat that names its layer."""
 
-    def say(mixer: Any, inputs: Any) -> None:
-        heartbeat.own_heartbeat().set_location(f"in {mixer.path}")
+    def say(mixer: Any, inputs: Any, named: Any) -> None:
+        layer = next((x.layer for x in (*inputs, *named.values()) if isinstance(x, ForwardContext)), "")
+        heartbeat.own_heartbeat().set_location(f"in {layer}{mixer.path}")
 
     for module in train_state.model.modules():
         if isinstance(module, Mixer):
-            module.register_forward_pre_hook(say)
+            module.register_forward_pre_hook(say, with_kwargs=True)
 
 
 def _greeting(settings: RunSettings, parameters: int, mesh: Mesh, progress: RunProgress) -> str:

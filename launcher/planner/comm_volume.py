@@ -51,7 +51,7 @@ def _over_data(one: Arithmetic) -> dict[str, Exchange]:
 
 def _over_tensor(one: Arithmetic) -> dict[str, Exchange]:
     p = one.tensor
-    partial = 4 * sum(parameter.numel for parameter in one.parameters if parameter.partial)
+    partial = 4 * sum(parameter.numel for parameter in (*one.parameters, *one.tied_replicas) if parameter.partial)
     volumes = {("partial gradients", "all-reduce"): partial, **tensor_volumes(one)}
     return {
         f"{purpose}: {collective} over tensor": Exchange(
@@ -184,6 +184,9 @@ def _of_stages(one: Arithmetic) -> dict[str, Exchange]:
     if one.model.tie_embeddings and stage.first != stage.last:
         name = "tied embedding: values to the last stage" if stage.first else "tied embedding: gradient to the first stage"
         found[name] = Exchange(4 * one.head_count, 2, (stage.count - 1) * between, pairs=True, once=True)
+    if (volume := 4 * one.shared_count) and stage.count > 1:
+        sent = "values to the other stages" if stage.first else "gradient to the first stage"
+        found[f"blocks that layers share: {sent}"] = Exchange(volume, stage.count, between, once=True)
     return found
 
 

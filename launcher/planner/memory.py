@@ -72,11 +72,14 @@ class Arithmetic:
         """Passes whose activations are kept at once: one forward, one backward (1F1B), or one at a time."""
         self.blocks: dict[tuple[str, bool], MixerCosts] = {}  # by name, and whether it has its sub-block's norm
         for name, first in dict.fromkeys(place for layer in self.layers for place in places(layer)):
-            try:
-                costs = self.model.mixers[name].costs(self.model.d_model)
-            except ValueError as error:
-                raise ConfigError(f"model.mixers.{name}: {error}") from None
-            self.blocks[name, first] = (behind_norm if first else beside)(costs, self.model.d_model)
+            self.blocks[name, first] = self._costs(name, first)
+
+    def _costs(self, name: str, first: bool) -> MixerCosts:
+        try:
+            costs = self.model.mixers[name].costs(self.model.d_model)
+        except ValueError as error:
+            raise ConfigError(f"model.mixers.{name}: {error}") from None
+        return (behind_norm if first else beside)(costs, self.model.d_model)
 
     # ------------------------------------------------------------------------------------------------------------ parameters
 
@@ -84,13 +87,31 @@ class Arithmetic:
     def parameters(self) -> tuple[ParameterDeclaration, ...]:
         """The stage's parameters, with their names in the model."""
         before, behind = self._outside
-        found = [*before]
+        found = [*before, *(self._shared if self.stage.first else ())]
         for number, layer in zip(self.stage.layers, self.layers, strict=True):
-            for name, first in places(layer):
-                found += [replace(p, name=f"layers.{number}.{name}.{p.name}") for p in self.blocks[name, first].parameters]
-        # what reads a part of the tokens, or what every rank computes alike, gets a part of its gradient
-        partial, every = self.work.sequence_parallel, (*found, *behind)
-        return tuple(replace(p, partial=True) if partial and p.split is None else p for p in every)
+            for name, first in self._own(layer):
+                place = self.model.place(number, name)
+                found += [replace(p, name=f"{place}.{p.name}") for p in self.blocks[name, first].parameters]
+        return self._partial(*found, *behind)
+
+    def _partial(self, *parameters: ParameterDeclaration) -> tuple[ParameterDeclaration, ...]:
+        """What reads a part of the tokens, or what every rank computes alike, gets a part of its gradient."""
+        partial = self.work.sequence_parallel
+        return tuple(replace(p, partial=True) if partial and p.split is None else p for p in parameters)
+
+    def _own(self, layer: SubBlocks) -> list[tuple[str, bool]]:
+        """The places of a layer whose parameters no other layer uses."""
+        return [(name, first) for name, first in places(layer) if name not in self.model.shared]
+
+    @cached_property
+    def _shared(self) -> list[ParameterDeclaration]:
+        """Those of the blocks that layers share; `uses` counts the matmuls of all of this stage's layers."""
+        found = []
+        for name, first in self.model.shared_blocks.items():
+            layers = sum(n for layer, n in self.alike.items() if (name, first) in places(layer))
+            parameters = self._costs(name, first).parameters
+            found += [replace(p, name=f"shared.{name}.{p.name}", uses=layers * p.uses) for p in parameters]
+        return found
 
     @cached_property
     def _outside(self) -> tuple[list[ParameterDeclaration], list[ParameterDeclaration]]:
@@ -103,16 +124,25 @@ class Arithmetic:
     @cached_property
     def _unnamed(self) -> list[tuple[ParameterDeclaration, int]]:
         """The same, those of layers that are alike once, with their number: a deep model has thousands."""
-        found = [(p, 1) for part in self._outside for p in part]
-        return found + [(p, n) for layer, n in self.alike.items() for block in self.of_layer(layer) for p in block.parameters]
+        found = [(p, 1) for part in (*self._outside, self._shared if self.stage.first else ()) for p in part]
+        own = [(self.blocks[place], n) for layer, n in self.alike.items() for place in self._own(layer)]
+        return found + [(p, n) for block, n in own for p in block.parameters]
 
     @cached_property
     def tied_replicas(self) -> tuple[ParameterDeclaration, ...]:
         """Parameters of another stage that this one reads. It holds their values and gradients, but no optimizer state."""
-        return (self._embedding(uses=1),) if self.model.tie_embeddings and self.stage.last and not self.stage.first else ()
+        if self.stage.first:
+            return ()
+        embedding = [self._embedding(uses=1)] if self.model.tie_embeddings and self.stage.last else []
+        return self._partial(*embedding, *self._shared)
 
     def _embedding(self, uses: int) -> ParameterDeclaration:
         return replace(self.model.embedding, uses=uses)
+
+    @cached_property
+    def shared_count(self) -> int:
+        """Number of this rank's parameters in blocks that layers share, which all stages have."""
+        return sum(p.local_numel(self.tensor) for p in self._shared)
 
     @cached_property
     def parameter_count(self) -> int:
@@ -131,6 +161,14 @@ class Arithmetic:
     @cached_property
     def _copied(self) -> int:
         return sum(n * p.local_numel(self.tensor) for p, n in (*self._unnamed, *((p, 1) for p in self.tied_replicas)) if p.uses)
+
+    @cached_property
+    def _multiplied(self) -> int:
+        """As `_copied`, of a block that layers share once for each of them: each reads it again."""
+        layers = [(self.blocks[place], n) for layer, n in self.alike.items() for place in places(layer)]
+        every = [(p, 1) for part in (*self._outside, self.tied_replicas) for p in part if not p.name.startswith("shared.")]
+        every += [(p, n) for block, n in layers for p in block.parameters]
+        return sum(n * p.local_numel(self.tensor) for p, n in every if p.uses)
 
     @property
     def _part(self) -> int:
@@ -317,7 +355,7 @@ class Arithmetic:
         matmuls = 2 * ((3 + again) * self._matmuls(head=False) + 3 * self._matmuls(head=True))
         matrix, vector = self._recurrences
         kept = self.activations(full_recompute=False) * (5 + 2 * again)
-        weights = self._copied * (3 * work.compute_bytes + (12 if work.compute_bytes == 2 else 8))
+        weights = self._multiplied * (3 * work.compute_bytes + (12 if work.compute_bytes == 2 else 8))
         summed = 20 if self._bucket else 4  # gradients: read for their norm; before, copied to a bucket and back
         update = (
             summed * self.local_count
@@ -338,7 +376,7 @@ class Arithmetic:
             matrix=tokens * (2 * self._matmuls(head=False) + matrix),
             vector=tokens * vector,
             # as in a forward pass, what a layer makes is written and read
-            memory=self.surveys * (2 * self.activations(full_recompute=False) + self._copied * self.work.compute_bytes),
+            memory=self.surveys * (2 * self.activations(full_recompute=False) + self._multiplied * self.work.compute_bytes),
         )
 
     def _matmuls(self, *, head: bool) -> int:

@@ -83,7 +83,7 @@ def convert(
     if target not in TARGETS:
         raise InterchangeError(f"there is no conversion to {target}; known: {', '.join(TARGETS)}")
     names = {name for name, settings in model.mixers.items() if settings.kind == "attention"}
-    one = len(model.period) == 1 and len(model.period[0]) == 2 and not model.is_parallel
+    one = len(model.period) == 1 and len(model.period[0]) == 2 and not model.is_parallel and not model.shared
     if not one or len(names) != 1 or model.period[0][0] not in names:
         raise InterchangeError("only a model whose layers are all attention and a MLP is converted")
     (name,) = names

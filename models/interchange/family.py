@@ -21,6 +21,7 @@ class Family(ABC):
         embedding, final_norm, head: names of tensors outside the layers.
         final_norm_offset: what is added to that norm's weight.
         parallel: whether it has sub-blocks of several mixers.
+        shared: whether it has blocks that several layers share.
     """
 
     library: ClassVar[str]
@@ -33,6 +34,7 @@ class Family(ABC):
     final_norm_offset: ClassVar[float] = 0.0
     head: ClassVar[str] = "lm_head.weight"
     parallel: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         """Whether a config.json is of this family."""

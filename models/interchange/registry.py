@@ -54,7 +54,8 @@ def family_of_model(model: ModelConfig, weights: Mapping[str, Tensor] | None = N
     """The family in whose format a model can be written. weights: by Baton's names; None: weights that every format of such models
     has. Raises InterchangeError where there is none."""
     for family in FAMILIES:
-        if (family.parallel or not model.is_parallel) and family.fits(model) and (weights is None or family.holds(model, weights)):
+        has_form = (family.parallel or not model.is_parallel) and (family.shared or not model.shared) and family.fits(model)
+        if has_form and (weights is None or family.holds(model, weights)):
             return family
     kinds = ", ".join(dict.fromkeys(settings.kind for settings in model.mixers.values()))
     raise InterchangeError(

@@ -189,6 +189,14 @@ def test_settings_of_another_schedule_are_named():
     assert not list(load(run, ["training.schedule={kind: wsd, decay_steps: 10, decay_shape: sqrt}"]).notes())
 
 
+def test_a_shared_block_of_one_layer_is_named():
+    run = str(files("baton.configs") / "runs" / "demo.yaml")
+    changes = ["model.pattern=[mamba, mamba+swiglu]", "model.mixers={}", "model.shared=[mamba, swiglu]"]
+    assert list(load(run, [*changes, "model.n_layers=4"]).notes()) == []
+    (note,) = load(run, [*changes, "model.n_layers=2"]).notes()
+    assert note == "note: model.shared: swiglu without effect, because fewer than two of the layers have it"
+
+
 def test_constant_is_constant():
     assert rates(kind="constant", warmup_steps=0) == [0.5] * 10
 

@@ -402,13 +402,17 @@ def test_stages_exchange_what_is_counted(measured, tied):
         assert hidden == given["send"]
         assert "hidden vectors: to the next stage" in exchange or number == 1
         # each of the two ends gives the collectives all of what one of them sends
-        shared = {
-            "tied embedding: values to the last stage": "broadcast_",
-            "tied embedding: gradient to the first stage": "reduce_",
-        }
-        for name, collective in shared.items():
-            assert given.get(collective, 0) == (4 * one.head_count if tied else 0)
-            assert exchange.get(name, 0) == (given.get(collective, 0) if number == (collective == "reduce_") else 0)
+        for collective, noun, end, others in (
+            ("broadcast_", "values", "last", "other"),
+            ("reduce_", "gradient", "first", "first"),
+        ):
+            counted = {
+                f"tied embedding: {noun} to the {end} stage": 4 * one.head_count * tied,
+                f"blocks that layers share: {noun} to the {others} stage{'s' * (others == 'other')}": 4 * one.shared_count,
+            }
+            assert given[collective] == sum(counted.values()) > 0
+            for name, volume in counted.items():
+                assert exchange.get(name, 0) == (volume if number == (collective == "reduce_") else 0)
         assert given["allreduce_"] <= FEW, "it is one data rank, so no gradients are summed"
 
 

@@ -93,6 +93,8 @@ SETTINGS = {
     "value residual": {"first": {"kind": "rwkv7", "value_residual": "first"}, "rwkv7": {"value_residual": "later"}},
     "channel mixing with a gate": {"receptance": True},
 }  # fmt: skip
+SHARED = {"another hybrid": ("gated_delta_net",), "value residual": ("rwkv7", "channel_mix")}
+"""Names whose layers have one set of weights."""
 VOCAB = 61
 
 
@@ -107,6 +109,7 @@ def model_of(case):
         vocab_size=VOCAB,
         pattern=CASES[case],
         mixers=mixers,
+        shared=SHARED.get(case, ()),
         tie_embeddings=case != "another hybrid",
     )
 

@@ -249,7 +249,7 @@ def recorded(wanted: dict[str, list[Tensor]] | None = None):
     def run_recurrence(self, recurrence, inputs, pos, state, context):
         y, leaving = super(BMojo, self).run_recurrence(recurrence, inputs, pos, state, context)
         if isinstance(recurrence, Innovation):
-            layer = self.path
+            layer = context.layer + self.path
             scores.setdefault(layer, []).append(y.detach().clone())
             if wanted is not None:
                 y = wanted[layer][len(scores[layer]) - 1].to(y.dtype)

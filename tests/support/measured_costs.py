@@ -109,6 +109,8 @@ BPTT = {
     "cut": {"mode": "truncated", "segment": 12, "gradient_segments": 1},
 }
 LANES = 6
+ONE_BLOCK = ("mamba2", "gla")
+"""Mixers of which both layers have one set of weights, where one layer has an MLP, and where there are stages."""
 
 
 def _with_recurrences_of_their_own():
@@ -153,6 +155,8 @@ def run_of(
     }
     training |= {"compute_dtype": compute_dtype, "recompute": recompute, "optimizer": {"lr": 1e-3}}
     training |= {"residual_dtype": residual_dtype}
+    if variant in ONE_BLOCK and (layout.get("pipeline", 1) > 1 or (mlp and variant not in PARALLEL)):
+        model["shared"] = [kind]
     if bptt is not None:
         training |= {"bptt": BPTT[bptt], "lanes": LANES}
     return RunConfig.model_validate({"name": "small", "device": device, "model": model, "training": training, "layout": layout})

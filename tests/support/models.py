@@ -49,7 +49,7 @@ OPTIONS = {
             "score_soft_cap": 0.5,
         }
     },
-    "full_attention": {"longhorn": {}, "attention": {"window": None, "sinks": True, "score_soft_cap": 0.5}},
+    "full_attention": {"attention": {"window": None, "sinks": True, "score_soft_cap": 0.5}, "longhorn": {}},
     "deltas": {"delta_net": {}, "gated_delta_net": {}},
     "decays": {"gla": {}, "retnet": {}},
     "gates": {"gsa": {}, "hgrn2": {}},
@@ -62,10 +62,14 @@ NORM_EPS = {"rwkv6": 1e-3, "rwkv7": 1e-3}
 the norm leaves little but the sign: training would grow a rounding of float32 tenfold a step."""
 
 
+SHARED = {"hybrid": ("attention", "swiglu"), "full_attention": ("attention",)}
+"""Names whose layers, the first and the last of three, have one set of weights."""
+
+
 def model_of(mixer):
     """A small model of the mixer's `small` settings (`MixerConfig.small`), of two layers, or of one of each in its pattern. "mamba"
     and "hybrid" have three, which two stages share unequally. "hybrid": a layer with several sub-blocks, of which one has two
-    mixers, and an untied head. Or a name in OPTIONS."""
+    mixers, and an untied head. Those in SHARED have three as well. Or a name in OPTIONS."""
     if mixer == "mamba":
         return MODEL
     options = OPTIONS.get(mixer, {})
@@ -74,6 +78,8 @@ def model_of(mixer):
     changes = {"d_model": SMALL_WIDTH, "pattern": pattern, "tie_embeddings": mixer != "hybrid"}
     if mixer != "hybrid":
         changes["n_layers"] = max(2, len(pattern))
+    if mixer in SHARED:
+        changes |= {"n_layers": 3, "shared": SHARED[mixer]}
     mixers = {
         name: kinds()[options.get(name, {}).get("kind", name)].small().model_copy(update=options.get(name, {})) for name in names
     }

@@ -93,11 +93,12 @@ class Scores:
         def run_recurrence(mixer, recurrence, inputs, pos, state, context):
             y, leaving = super(BMojo, mixer).run_recurrence(recurrence, inputs, pos, state, context)
             if isinstance(recurrence, Innovation):
+                layer = context.layer + mixer.path
                 if self.wanted is None:
-                    self.found.setdefault(mixer.path, []).append(y.detach())
+                    self.found.setdefault(layer, []).append(y.detach())
                 else:
                     rows, v, of = self.place
-                    y = self.wanted[mixer.path][rows].chunk(of, dim=1)[v].to(y)
+                    y = self.wanted[layer][rows].chunk(of, dim=1)[v].to(y)
             return y, leaving
 
         BMojo.run_recurrence = run_recurrence

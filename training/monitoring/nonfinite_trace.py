@@ -8,12 +8,14 @@ not reported, which tells the rank of origin from those that its collectives inf
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from baton.models.block import Layer
 from baton.models.lm import LanguageModel
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import Operation
@@ -67,6 +69,11 @@ class NonFiniteTrace:
         """span: tokens of a segment on this rank."""
         self._model, self._mesh, self._span = model, mesh, span
         self._module_index = {name: module_index for module_index, (name, _) in enumerate(model.named_modules())}
+        for number, layer in model.layers.items():
+            for name, block in cast(Layer, layer).blocks.items():
+                for inner, _ in block.named_modules(prefix=f"layers.{number}.{name}"):
+                    self._module_index.setdefault(inner, self._module_index[f"layers.{number}"])
+        self._layer = ""
         self.operation: Operation | None = None
         self._reports: list[NonFiniteReport] = []
 
@@ -77,6 +84,8 @@ class NonFiniteTrace:
         for name, module in self._model.named_modules():
             if name:
                 handles.append(module.register_forward_hook(self._after(name)))
+        for number, layer in self._model.layers.items():
+            handles.append(layer.register_forward_pre_hook(partial(self._enter, number)))
         for name, parameter in self._model.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 self._add("parameter", name)
@@ -99,8 +108,13 @@ class NonFiniteTrace:
         dist.all_gather_object(of_ranks, astuple(min(self._reports)) if self._reports else None)
         return min((NonFiniteReport(*report) for report in of_ranks if report is not None), default=None)
 
-    def _after(self, name: str) -> Any:
+    def _enter(self, number: str, module: nn.Module, inputs: Any) -> None:
+        self._layer = f"layers.{number}."
+
+    def _after(self, module_name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            # what several layers share is named by the one that uses it
+            name = self._layer + module_name.removeprefix("shared.") if module_name.startswith("shared.") else module_name
             for x in _tensors(output):
                 if x.requires_grad:
                     x.register_hook(self._gradient("backward", name))

@@ -5,7 +5,7 @@ copy of a replicated parameter: copies that differ once go on drifting apart und
 checkpoint, which stores tensor rank 0's copy, would hide it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baton.parallel.mesh import Mesh
 from baton.parallel.param_layout import named_layouts
+from baton.parallel.zero import tied_parameters
 from baton.training.build import TrainState
 from baton.training.errors import RunError
 
@@ -80,9 +81,7 @@ def find_mismatches(
                 if place is None or own == place:
                     rank_groups.setdefault(row[column], []).append(rank)
             if len(rank_groups) > 1:
-                found.append(
-                    ReplicaMismatch(name, tuple(sorted(map(tuple, rank_groups.values()), key=lambda side: (-len(side), side))))
-                )
+                found.append(ReplicaMismatch(name, _largest_first(rank_groups.values())))
     return found
 
 
@@ -127,14 +126,17 @@ def check_replicas(train_state: TrainState, step: int) -> None:
 
 
 def _tied_mismatches(train_state: TrainState) -> list[ReplicaMismatch]:
-    """Mismatches between the owner of a tied parameter and its replica on another stage."""
-    found, group = [], train_state.mesh.embedding_group
-    for name, parameter, layout in named_layouts(train_state.model):
-        if group is not None and (layout.tied_owner or layout.tied_replica):
-            prints = [torch.empty((), dtype=torch.int64, device=parameter.device) for _ in range(2)]
-            dist.all_gather(prints, fingerprint(parameter), group=group)
-            if not torch.equal(*prints):
-                found.append(ReplicaMismatch(name, tuple((rank,) for rank in dist.get_process_group_ranks(group))))
+    """Mismatches between the owner of a tied parameter and its replicas on other stages."""
+    found = []
+    for name, parameter, group in tied_parameters(train_state.model, train_state.mesh):
+        ranks = dist.get_process_group_ranks(group)
+        prints = [torch.empty((), dtype=torch.int64, device=parameter.device) for _ in ranks]
+        dist.all_gather(prints, fingerprint(parameter), group=group)
+        by_print: dict[int, list[int]] = {}
+        for rank, value in zip(ranks, torch.stack(prints).tolist(), strict=True):
+            by_print.setdefault(value, []).append(rank)
+        if len(by_print) > 1:
+            found.append(ReplicaMismatch(name, _largest_first(by_print.values())))
     return found
 
 
@@ -147,6 +149,10 @@ def _gather_mismatches(mesh: Mesh, found: list[ReplicaMismatch]) -> list[Replica
     of_ranks: list[list[ReplicaMismatch]] = [[]] * mesh.world_size
     dist.all_gather_object(of_ranks, found)
     return list(dict.fromkeys(difference for rank in of_ranks for difference in rank))
+
+
+def _largest_first(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(map(tuple, groups), key=lambda side: (-len(side), side)))
 
 
 def _multipliers(count: int, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from baton.models.config import ModelConfig
 from baton.models.interchange.family import Family, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
 from baton.models.settings import kinds
-from baton.models.weight_shapes import layer_shapes, parameters
+from baton.models.weight_shapes import layer_shapes, parameters, shared_shapes
 
 ARCHITECTURE = "BatonForCausalLM"
 FILES = (
@@ -39,6 +39,7 @@ class BatonFamily(Family):
     final_norm = "norm.weight"
     head = "head.weight"
     parallel = True
+    shared = True
 
     def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(required(config, "baton"))
@@ -53,6 +54,7 @@ class BatonFamily(Family):
             "auto_map": AUTO,
             "norm_eps": model.norm_eps,
             "layers": [["|".join(names) for names in layer] for layer in model.sub_blocks],
+            "shared": model.shared_blocks,
             "mixers": mixers,
             "baton": model.model_dump(mode="json"),
         }
@@ -64,6 +66,9 @@ class BatonFamily(Family):
         for name, shape in layer_shapes(model, number).items():
             yield one(name, name, *shape)
 
+    def maps(self, model: ModelConfig) -> list[TensorMap]:
+        return super().maps(model) + [one(name, name, *shape) for name, shape in shared_shapes(model).items()]
+
     def code(self) -> dict[str, str]:
         return {name: _self_contained(Path(__file__).with_name(name)) for name in FILES}
 
@@ -71,7 +76,7 @@ class BatonFamily(Family):
         _, _, inner = name.partition(".mixer.")
         if not inner:
             return name.endswith("norm.weight")
-        settings = model.mixers[name.split(".")[2]]
+        settings = model.mixers[name.removeprefix("shared.").split(".")[0 if name.startswith("shared.") else 2]]
         return next(d.layer not in MATRICES for key, _, d in parameters(settings, model.d_model) if key == inner)
 
 

@@ -110,10 +110,12 @@ class BatonForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: BatonConfig) -> None:
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.shared = nn.ModuleDict({name: BatonBlock(config, name, first) for name, first in config.shared.items()})
         self.layers = nn.ModuleList()
         for blocks in config.layers:
             places = [(name, n == 0) for names in blocks for n, name in enumerate(names.split("|"))]
-            self.layers.append(nn.ModuleDict({name: BatonBlock(config, name, first) for name, first in places}))
+            own = {name: BatonBlock(config, name, first) for name, first in places if name not in config.shared}
+            self.layers.append(nn.ModuleDict(own))
         self.norm = Norm(config)
         if not config.tie_word_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -155,11 +157,12 @@ class BatonForCausalLM(PreTrainedModel, GenerationMixin):
         dtype, states = self.embedding.weight.dtype, {}
         shared: dict[str, Tensor] = {}
         for number, layer in enumerate(self.layers):
+            blocks = {**self.shared, **cast(nn.ModuleDict, layer)}
             for names in self.config.layers[number]:
                 given, outputs = x, []
                 for name in names.split("|"):
                     place = f"{number}.{name}"
-                    block, state = cast(nn.ModuleDict, layer)[name], None if past is None else past.states[place]
+                    block, state = blocks[name], None if past is None else past.states[place]
                     given, y, states[place] = block(given, pos, state, dtype, shared)
                     outputs.append(y)
                 x = x + reduce(add, outputs)
