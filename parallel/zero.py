@@ -380,7 +380,9 @@ def broadcast_tied(module: nn.Module, mesh: Mesh) -> None:
 def tied_parameters(module: nn.Module, mesh: Mesh) -> list[tuple[str, nn.Parameter, dist.ProcessGroup]]:
     """What several stages have, with the group of the ranks that have it, whose first one owns it: the tied embedding on the first
     and the last stage, blocks that layers share on all."""
-    groups = {"embedding": mesh.embedding_group, "pipeline": None if mesh.pipeline is None else mesh.pipeline.group}
+    if mesh.pipeline is None:
+        return []
+    groups = {"embedding": mesh.embedding_group, "pipeline": mesh.pipeline.group}
     tied = ((name, p, layout) for name, p, layout in named_layouts(module) if layout.tied_replica or layout.tied_owner)
     found = ((name, p, groups[layout.tied_over]) for name, p, layout in tied)
     return [(name, p, group) for name, p, group in found if group is not None]

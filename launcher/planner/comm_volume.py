@@ -9,7 +9,8 @@ collectives of a forward pass that runs again.
 from collections import Counter
 from dataclasses import dataclass
 
-from baton.launcher.planner.memory import DTYPE_BYTES, Arithmetic
+from baton.launcher.planner.memory import Arithmetic
+from baton.launcher.planner.parameters import DTYPE_BYTES
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ from support.presets import presets
 from baton.launcher.config import RunConfig, load
 from baton.launcher.errors import ConfigError
 from baton.launcher.planner.comm_volume import exchanges, ring, tensor_volumes
-from baton.launcher.planner.memory import REDUCE_BUCKET, Arithmetic, of_stages
+from baton.launcher.planner.memory import Arithmetic, of_stages
+from baton.launcher.planner.parameters import REDUCE_BUCKET
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, cost_model, kinds
 

@@ -11,7 +11,7 @@ from baton.launcher.cluster import load_cluster
 from baton.launcher.config import load
 from baton.launcher.devices import kind_here
 from baton.launcher.errors import ConfigError
-from baton.launcher.planner.memory import DTYPE_BYTES
+from baton.launcher.planner.parameters import DTYPE_BYTES
 from baton.launcher.run_directory import open_attempt, read_config
 from baton.parallel.mesh import local_device
 from baton.slurm.submit import prepare
