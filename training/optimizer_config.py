@@ -11,7 +11,7 @@ LARGEST_BFLOAT16_BETA = 63 / 64
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class OptimizerConfig(_Settings):
