@@ -192,14 +192,21 @@ class RunConfig(BaseModel):
             f"{layout.world_size}, or {instead}"
         )
 
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether full attention keeps keys and values from segment to segment."""
+        return self.training.segments > 1 and any(mixer.state_grows for mixer in self.model.mixers.values())
+
     def notes(self) -> Iterator[str]:
-        """Settings of the schedule that have no effect, and warnings of the model's mixers about this run's document length, a
+        """Settings that have no effect, and warnings of the model's mixers about this run's document length, a
         line each."""
         schedule = self.training.schedule
         unused = [name for name in ("decay_steps", "decay_shape") if getattr(schedule, name) != getattr(type(schedule)(), name)]
         if schedule.kind != "wsd" and unused:
             named = " and ".join(f"{name}={getattr(schedule, name)}" for name in unused)
             yield f"note: training.schedule.{named} without effect with kind={schedule.kind}; it is of kind=wsd"
+        if self.training.offload_kv is True and not self.keeps_kv:
+            yield "note: training.offload_kv=true without effect: no full attention keeps keys and values from segment to segment"
         if isinstance(self.data, TaskConfig):
             key, tokens = "data.length", self.data.length
         elif self.training.carries_lane_states:
