@@ -282,10 +282,12 @@ class ContextLink:
         gradients of States are exchanged from there. saved: an empty list for these States, or of them; None: a new one.
         """
         found = [] if saved is None else saved
+        at: list[tuple[VirtualRank, int]] = []  # a recomputation in a backward pass is of that segment, wherever this rank is then
 
         @contextmanager
         def first() -> Iterator[None]:
             before, self._states_to_save = self._states_to_save, found
+            at[:] = [(self._virtual_rank, self._sequence)]
             try:
                 yield
             finally:
@@ -294,11 +296,13 @@ class ContextLink:
         @contextmanager
         def again() -> Iterator[None]:
             # a recomputation saves nothing here; contexts nested in it save for their own recomputation
-            before, self._saved_states, self._states_to_save = (self._saved_states, self._states_to_save), iter(found), None
+            before = self._saved_states, self._states_to_save, self._virtual_rank, self._sequence
+            self._saved_states, self._states_to_save = iter(found), None
+            self._virtual_rank, self._sequence = at[0] if at else before[2:]
             try:
                 yield
             finally:
-                self._saved_states, self._states_to_save = before
+                self._saved_states, self._states_to_save, self._virtual_rank, self._sequence = before
 
         return first(), again()
 
