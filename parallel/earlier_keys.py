@@ -36,8 +36,11 @@ class EarlierKeys:
     def join(self, segment: int, own: Inputs, *, keep: bool) -> Inputs:
         """The rows of the segments before this one and its own, [B, (segment + 1) span, ...]. keep: its own, for later ones."""
         rows = [*self.rows[:segment], own]
-        if keep:
-            self.rows[segment:] = [own]
+        if keep and segment < len(self.rows):  # it runs again, with the same bits; what was behind it is not read any more
+            del self.rows[segment + 1 :]
+        elif keep:
+            # a part of a projection's result, say, would stay in memory with the whole
+            self.rows.append(tuple(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in own))
         return own if segment == 0 else tuple(torch.cat(parts, dim=1) for parts in zip(*rows, strict=True))
 
     def add_grads(self, grads: Sequence[Sequence[Tensor]]) -> None:

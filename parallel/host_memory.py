@@ -9,6 +9,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -83,20 +84,23 @@ class HostMemory:
 
 
 def free_bytes() -> int:
-    """Bytes that this process can still get: what the machine has available, within the limit of its control group, whose file
-    cache gives way."""
+    """Bytes that this process can still get: what the machine has available, within the limits of its control group and of those
+    around it, whose file caches give way."""
     free = psutil.virtual_memory().available
+    root = Path("/sys/fs/cgroup")
     try:
-        path = Path("/proc/self/cgroup").read_text(encoding="ascii").strip().split("::", 1)[1]
-        group = Path("/sys/fs/cgroup") / path.splitlines()[0].lstrip("/")
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        if limit == "max":
-            return free
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        rows = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        return min(free, int(limit) - used + int(rows["file"]))
-    except (OSError, ValueError, IndexError, KeyError):  # no control group of version 2
+        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+        own = root / next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+    except (OSError, StopIteration):  # no control group of version 2
         return free
+    for group in (own, *own.parents):
+        if group.is_relative_to(root):
+            with suppress(OSError, ValueError, KeyError):  # the outermost one has no limit
+                limit = int((group / "memory.max").read_text(encoding="ascii"))  # or "max"
+                used = int((group / "memory.current").read_text(encoding="ascii"))
+                parts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+                free = min(free, limit - used + int(parts["file"]))
+    return max(0, free)
 
 
 def _unregister(registered: set[int], which: Sequence[int] | None = None) -> None:

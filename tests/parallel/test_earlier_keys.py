@@ -16,6 +16,7 @@ from baton.parallel.context_parallel import ContextLink, add_gather
 from baton.parallel.earlier_keys import EarlierKeys, OffloadedKeys
 from baton.parallel.errors import HostMemoryError
 from baton.parallel.host_memory import HostMemory
+from baton.parallel.side_stream import SideStream
 from baton.parallel.state_passing import run_recurrence
 
 B, HEADS, GROUPS, DIM, SPAN = 2, 4, 2, 6, 5
@@ -143,7 +144,7 @@ def test_the_keys_are_on_the_host_and_only_one_layers_anywhere_else(single_mesh,
 def test_the_host_has_the_rows_and_the_sums(single_mesh):
     """What `OffloadedKeys` keeps, as read from the host's memory, is what `EarlierKeys` keeps on the device."""
     host, g = HostMemory(CPU), seeded(3)
-    kept, offloaded = EarlierKeys(), OffloadedKeys(host, ContextLink(0, [0], CPU).side_stream, 3)
+    kept, offloaded = EarlierKeys(), OffloadedKeys(host, SideStream(CPU), 3)
     own = [tuple(torch.randn(B, SPAN, GROUPS, DIM, generator=g).bfloat16() for _ in range(2)) for _ in range(3)]
     for segment in range(3):
         found = [one.join(segment, own[segment], keep=segment < 2) for one in (kept, offloaded)]
@@ -210,3 +211,73 @@ def test_too_little_memory_of_the_host_is_said_in_one_line():
     assert "1,048,576.0 GiB" in words
     assert "set training.offload_kv=false" in words
     assert caught.value.exit_status == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", ["computing", "copying"])
+def test_streams_wait_for_each_other(late):
+    """With either stream 10 ms behind at every step, so that a copy that does not wait for what it reads, or memory that is used
+    again before a copy has ended, gives other numbers."""
+    device, segments, shape = torch.device("cuda"), 4, (2, 2048, 8, 64)
+    host, stream, g = HostMemory(device), SideStream(device), torch.Generator(device).manual_seed(1)
+
+    def fall_behind():
+        if late == "computing":
+            torch.cuda._sleep(20_000_000)
+            return
+        with stream.use():
+            torch.cuda._sleep(20_000_000)
+
+    def made(dtype):
+        return [torch.randn(shape, generator=g, device=device).to(dtype) for _ in range(2)]
+
+    for _ in range(2):  # the second time in the memory of the first
+        kept, offloaded, pairs = EarlierKeys(), OffloadedKeys(host, stream, segments), []
+        for segment in range(segments):
+            own = made(torch.bfloat16)
+            expected = kept.join(segment, tuple(x.clone() for x in own), keep=segment < segments - 1)
+            fall_behind()
+            own = tuple(x.mul(1) for x in own)  # made late
+            found = offloaded.join(segment, own, keep=segment < segments - 1)
+            pairs += [(x, y.clone()) for x, y in zip(expected, found, strict=True)]
+            del own, found
+            offloaded.end_pass()
+            made(torch.bfloat16)  # in the memory that was let go
+        for segment in reversed(range(segments)):
+            grads = [made(torch.float32) for _ in range(segment)]
+            kept.add_grads([[x.clone() for x in of_segment] for of_segment in grads])
+            fall_behind()
+            offloaded.add_grads([[x.mul(1) for x in of_segment] for of_segment in grads])
+            expected, found = (one.take_grads(segment) for one in (kept, offloaded))
+            assert (expected is None) is (found is None) is (segment == segments - 1)
+            pairs += [] if found is None else zip(expected, found, strict=True)
+            offloaded.end_pass()
+            made(torch.float32)
+        assert all(x.is_pinned() for x in (*offloaded.host_rows, *offloaded.host_grads))
+        blocks = {x.data_ptr() for x in (*offloaded.host_rows, *offloaded.host_grads)}
+        offloaded.clear()
+        assert {x.data_ptr() for x in host._free} == blocks
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in pairs)
+    assert host.nbytes == 2 * (segments - 1) * 2 * 2048 * 8 * 64 * (2 + 4)
+
+
+@pytest.mark.gpu
+def test_blocks_are_page_locked_until_they_are_dropped():
+    host = HostMemory(torch.device("cuda"))
+    small = host.empty((1000,), torch.float32)
+    assert small.is_pinned()
+    x = torch.arange(1000.0, device="cuda")
+    small.copy_(x, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(small, x.cpu())
+    host.give_back(small)
+    large = host.empty((5000,), torch.float32)
+    assert large.is_pinned()
+    assert host.nbytes == 20_000
+    assert len(host._registered) == 1
+    registered = host._registered
+    del host
+    gc.collect()
+    assert not registered
+    assert not large.is_pinned()

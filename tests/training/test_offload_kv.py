@@ -9,6 +9,8 @@ import torch
 from support.models import SEQUENCE_LENGTH, SEQUENCES, model_of, step_batch, training
 
 from baton.data_pipeline.packing import Batch
+from baton.models.config import ModelConfig
+from baton.models.settings import kinds
 from baton.parallel.config import LayoutConfig
 from baton.parallel.earlier_keys import OffloadedKeys
 from baton.parallel.param_layout import initialize_parameters
@@ -124,3 +126,63 @@ def test_a_step_on_gpus_with_offloaded_keys_has_the_same_bits(gpu_pool, layout, 
     if gpu_pool.size < (ranks := LayoutConfig(**layout).world_size):
         pytest.skip(f"needs {ranks} GPUs, there are {gpu_pool.size}")
     assert_same_bits(gpu_pool.run(both, compute_dtype, recompute, timeout_s=500, **layout))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_a_gpu_keeps_as_much_less_as_the_host_has(gpu_pool):
+    """Four layers of full attention, eight segments of 2048 tokens, in bfloat16: keys, values and gradients are most of the peak.
+    The second time in the memory of the first."""
+    ((kept, offloaded, host),) = gpu_pool.run(peaks, timeout_s=500, data=1)
+    numbers = LONG.n_layers * 2 * 512 * 7 * 2048
+    assert host == [numbers * (2 + 4)] * 2
+    # a segment's gradients of a layer, in float32, are on their way
+    assert kept - offloaded >= host[0] - 4 * 2 * 512 * 2048 - (8 << 20)
+
+
+LONG = ModelConfig(
+    d_model=256,
+    n_layers=4,
+    vocab_size=128,
+    pattern=["attention"],
+    mixers={"attention": kinds()["attention"](heads=8, kv_heads=8, head_dim=64, window=None)},
+)
+
+
+def peaks(mesh):
+    """Bytes of the GPU at most without and with offloading, and of the host after two times; gradients have the same bits."""
+    length, segments = 16384, 8
+    g = torch.Generator().manual_seed(3)
+    tokens = torch.randint(128, (1, length), generator=g)
+    pos = torch.arange(length, dtype=torch.int32)[None] % 9000
+    batch = Batch(*(x.to(mesh.device) for x in (tokens, tokens.roll(-1, 1), pos)))
+    found, host, grads = [], [], []
+    for offload in (False, True):
+        config = training(
+            sequence_length=length,
+            global_batch_tokens=length,
+            micro_batch_size=1,
+            compute_dtype="bfloat16",
+            bptt=BpttConfig(mode="exact", segment=length // segments),
+            offload_kv=offload,
+        )
+        make_deterministic(config)
+        model = build_model(LONG, config, mesh.device, mesh)
+        initialize_parameters(model, 1, 0, 1)
+        schedule = StepSchedule(segments, segments)
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            runner = MicrobatchRunner(model, [batch], 1e-4, schedule, None, model.forward_context)
+            for operation in schedule.operations(0, 1, 1):
+                runner.run_operation(operation)
+            runner.finish()
+            assert not runner.mismatched_states()
+            host += [model.link.key_store.host.nbytes] * offload
+            grads.append({name: p.grad.cpu() for name, p in model.named_parameters()})
+        found.append(torch.cuda.max_memory_allocated())
+        del model, runner
+    for other in grads[1:]:
+        assert all(torch.equal(x, other[name]) for name, x in grads[0].items())
+    return *found, host
