@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "training.micro_batch_size",
     "training.recompute",
     "training.cuda_graphs",
+    "training.offload_kv",
     "training.replica_check_every",
     "training.log_every",
     "training.callbacks",

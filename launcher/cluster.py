@@ -37,6 +37,12 @@ class Bandwidth(_Settings):
 
     in_node: float = Field(gt=0, description="to the other GPUs of its node")
     between_nodes: float = Field(gt=0, description="to other nodes, its share of the node's network")
+    to_host: float = Field(
+        50.0,
+        gt=0,
+        description="from and to page-locked memory of its host, while all GPUs of the node copy; the default is four fifths of a "
+        "PCIe 5 x16 link's 63",
+    )
     share_in_passes: float = Field(
         1.0,
         gt=0,

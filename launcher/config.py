@@ -197,6 +197,11 @@ class RunConfig(BaseModel):
             f"{layout.world_size}, or {instead}"
         )
 
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether full attention keeps keys and values from segment to segment."""
+        return self.training.segments > 1 and any(mixer.state_grows for mixer in self.model.mixers.values())
+
     def notes(self) -> Iterator[str]:
         """Settings that have no effect, and warnings of the model's mixers about this run's document length, a line each."""
         schedule = self.training.schedule
@@ -207,6 +212,8 @@ class RunConfig(BaseModel):
         for name in self.model.shared:
             if sum(name in layer for layer in self.model.layers) < 2:
                 yield f"note: model.shared: {name} without effect, because fewer than two of the layers have it"
+        if self.training.offload_kv is True and not self.keeps_kv:
+            yield "note: training.offload_kv=true without effect: no full attention keeps keys and values from segment to segment"
         if isinstance(self.data, TaskConfig):
             key, tokens = "data.length", self.data.length
         elif self.training.carries_lane_states:

@@ -175,7 +175,8 @@ def needs_less_memory(config: RunConfig, attempt: Path) -> bool:
     if not (attempt / OUT_OF_MEMORY).exists():
         return False
     before, then = read_config(attempt / "config.yaml").training, _chosen(config, None)[0].training
-    return (before.recompute, before.cuda_graphs) != (then.recompute, then.cuda_graphs)
+    chosen = ("recompute", "cuda_graphs", "offload_kv")
+    return any(getattr(before, name) != getattr(then, name) for name in chosen)
 
 
 def end_attempt(attempt: Path, status: int) -> int:

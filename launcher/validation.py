@@ -33,6 +33,10 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "training.recompute": (
         "gradient_checkpointing", "activation_checkpointing", "activation_checkpoint", "recompute_granularity", "remat",
     ),
+    "training.offload_kv": (
+        "kv_offload", "offload_keys", "offload_activations", "activation_offloading", "enable_activation_offloading",
+        "cpu_offloading", "cpu_offload",
+    ),
     "training.cuda_graphs": ("cuda_graph", "enable_cuda_graph", "cudagraphs"),
     "training.checkpoint.every": ("save_interval", "save_every", "save_steps", "checkpoint_interval", "checkpoint_every"),
     "training.checkpoint.keep_last": ("save_total_limit", "keep_latest_k", "max_checkpoints"),

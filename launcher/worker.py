@@ -90,10 +90,13 @@ def _remedy(path: Path) -> str:
     """Settings with which the run needs less memory, for the message about out of memory."""
     from baton.launcher.run_directory import read_config
 
-    training = read_config(path).training
+    config = read_config(path)
+    training, offload = config.training, ""
+    if config.keeps_kv and training.offload_kv is not True:
+        offload = "training.offload_kv=true, "
     again = "" if training.recompute == "full" else "training.recompute=full, "
     smaller = f"training.micro_batch_size={training.micro_batch_size // 2}, " if training.micro_batch_size > 1 else ""
-    return f"set {again}{smaller}training.bptt, or see what `baton plan` suggests"
+    return f"set {offload}{again}{smaller}training.bptt, or see what `baton plan` suggests"
 
 
 def _stacks_into(path: str | None) -> None:

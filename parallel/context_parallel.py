@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from baton.kernels.protocol import State, StateSpec
 from baton.kernels.state_message import flat_nbytes, from_flat, to_flat
 from baton.parallel import compat
 from baton.parallel.config import LayoutConfig
+from baton.parallel.earlier_keys import EarlierKeys, KeyStore
 from baton.parallel.errors import CommError, LayoutError
 from baton.parallel.local_states import LocalStates
 from baton.parallel.p2p import Channel, make_channels
@@ -29,7 +30,6 @@ from baton.parallel.side_stream import SideStream
 Direction = Literal["right", "left"]
 """States go right, gradients of States left."""
 
-_Kept = TypeVar("_Kept")
 _STEP: dict[Direction, int] = {"right": 1, "left": -1}
 _NOUN: dict[Direction, str] = {"right": "the State", "left": "the gradient of the State"}
 
@@ -97,6 +97,7 @@ class ContextLink:
             gathered message counts once, its bytes once per receiving rank.
         sent_by_layer: the same by (.., where, name).
         local: what a single rank hands to its own next segment.
+        key_store: what full attention keeps of earlier segments.
         observer: told of every State and gradient that leaves a segment here, also at the ends of the sequence; not of gathered
             ones, nor in a recomputation.
     """
@@ -119,7 +120,7 @@ class ContextLink:
         self._saved_states: Iterator[State | None] | None = None
         self._wraparounds: list[tuple[Direction, MessageTag, Tensor, int]] = []
         self._sequence = 0
-        self._earlier_keys: dict[tuple[int, str, str], Any] = {}
+        self.key_store = KeyStore(device)
         self.observer: StateObserver | None = None
         self.sent: Counter[tuple[str, str]] = Counter()
         self.sent_by_layer: Counter[tuple[str, str, str]] = Counter()
@@ -231,16 +232,11 @@ class ContextLink:
 
         return wait
 
-    def earlier_keys(self, tag: MessageTag, make: Callable[[], _Kept]) -> _Kept:
-        """What a recurrence that gathers its inputs keeps of the segments before this one; `make` makes it at the first one."""
+    def earlier_keys(self, tag: MessageTag) -> EarlierKeys:
+        """What a recurrence that gathers its inputs keeps of the segments before this one."""
         segment, key = tag.virtual_rank, (self._sequence, tag.where, tag.name)
-        if segment.segments == 1:
-            return make()
-        if segment.segment == 0 and not self.recomputing:
-            self._earlier_keys[key] = make()
-        over = segment.segment == segment.segments - 1 and not torch.is_grad_enabled()
-        kept: _Kept = self._earlier_keys.pop(key) if over else self._earlier_keys[key]
-        return kept
+        begins = segment.segments == 1 or (segment.segment == 0 and not self.recomputing)
+        return self.key_store.begin(key, segment.segments) if begins else self.key_store.of(key)
 
     def send_wraparound(self, state: State, specs: tuple[StateSpec, ...]) -> None:
         """From the last rank to the first: the final State of all layers of the last virtual rank, as one message."""
@@ -286,10 +282,12 @@ class ContextLink:
         gradients of States are exchanged from there. saved: an empty list for these States, or of them; None: a new one.
         """
         found = [] if saved is None else saved
+        at: list[tuple[VirtualRank, int]] = []  # a recomputation in a backward pass is of that segment, wherever this rank is then
 
         @contextmanager
         def first() -> Iterator[None]:
             before, self._states_to_save = self._states_to_save, found
+            at[:] = [(self._virtual_rank, self._sequence)]
             try:
                 yield
             finally:
@@ -298,11 +296,13 @@ class ContextLink:
         @contextmanager
         def again() -> Iterator[None]:
             # a recomputation saves nothing here; contexts nested in it save for their own recomputation
-            before, self._saved_states, self._states_to_save = (self._saved_states, self._states_to_save), iter(found), None
+            before = self._saved_states, self._states_to_save, self._virtual_rank, self._sequence
+            self._saved_states, self._states_to_save = iter(found), None
+            self._virtual_rank, self._sequence = at[0] if at else before[2:]
             try:
                 yield
             finally:
-                self._saved_states, self._states_to_save = before
+                self._saved_states, self._states_to_save, self._virtual_rank, self._sequence = before
 
         return first(), again()
 

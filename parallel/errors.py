@@ -1,4 +1,4 @@
-"""Errors of layouts and of communication between ranks."""
+"""Errors of layouts, of communication between ranks and of the host's memory."""
 
 
 class LayoutError(Exception):
@@ -12,3 +12,9 @@ class CommError(Exception):
     layer."""
 
     exit_status = 1
+
+
+class HostMemoryError(Exception):
+    """The host has too little memory for what is offloaded to it; the message names settings."""
+
+    exit_status = 2

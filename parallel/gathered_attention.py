@@ -7,14 +7,14 @@ which moves no more than a layer's hidden vectors; the other mixers keep their s
 gathered for the pass and dropped after it; the backward pass gathers them again, returns each rank's part of their gradient to its
 owner, and the owner adds the parts in the order of the ranks.
 
-With segments every rank keeps its own keys and values of the earlier segments of the sequence (`EarlierKeys`), and the gradients
-that later segments have for them. They are gathered from there for every segment.
+With segments every rank keeps its own keys and values of the earlier segments of the sequence, and the gradients that later
+segments have for them (`parallel.earlier_keys`). They are gathered from there for every segment.
 
 All of this is collective over the context group: all its ranks call the same functions in the same order.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,21 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.protocol import GatheredRecurrence, Inputs, State
 from baton.parallel.context_parallel import ContextLink, Direction, MessageTag
-
-
-@dataclass
-class EarlierKeys:
-    """One rank's gathered inputs of the segments of a sequence, and their gradients.
-
-    rows: by segment, tensors [B, span, ...]. grads: by segment, from later segments, float32 or the inputs' wider dtype.
-    """
-
-    rows: list[Inputs] = field(default_factory=list)
-    grads: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    def add_grads(self, segment: int, grads: Sequence[Tensor]) -> None:
-        earlier = self.grads.get(segment)
-        self.grads[segment] = list(grads) if earlier is None else [a.add_(b) for a, b in zip(earlier, grads, strict=True)]
+from baton.parallel.earlier_keys import EarlierKeys
 
 
 @dataclass(frozen=True)
@@ -86,12 +72,9 @@ class _Exchange:
         self.link, self.tag, self.segment = link, tag, tag.virtual_rank.segment
         self.pieces = _Pieces(link.rank, link.size, span)
 
-    def keys(self, own: Sequence[Inputs], direction: Direction) -> Inputs:
-        """All ranks' rows of all segments up to this one, [B, tokens, ...] in the sequence's order. own: by segment."""
-        joined = tuple(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1) for rows in zip(*own, strict=True))
-        if self.link.size == 1:
-            return joined
-        return tuple(self._gathered(x, len(own), direction) for x in joined)
+    def keys(self, own: Inputs, direction: Direction) -> Inputs:
+        """All ranks' rows of all segments up to this one, [B, tokens, ...] in the sequence's order. own: this rank's."""
+        return own if self.link.size == 1 else tuple(self._gathered(x, self.segment + 1, direction) for x in own)
 
     def to_workers(self, x: Tensor, direction: Direction) -> list[Tensor]:
         """The tokens of the pieces that this rank works on, from a tensor [B, span, ...] of every rank's tokens."""
@@ -190,8 +173,10 @@ def run_gathered(
     positions say where documents begin.
     """
     exchange = _Exchange(link, MessageTag(recurrence.name, where, link.virtual_rank), inputs[0].shape[1])
-    earlier = link.earlier_keys(exchange.tag, EarlierKeys)
+    earlier = link.earlier_keys(exchange.tag)
     y: Tensor = _Gathered.apply(exchange, recurrence, earlier, pos, *inputs)
+    if not torch.is_grad_enabled() and exchange.segment == link.virtual_rank.segments - 1:
+        earlier.clear()  # no segment comes, and no backward pass
     return y, {name: x.detach() for name, x in recurrence.span_state(inputs, pos).items()}
 
 
@@ -204,15 +189,15 @@ class _Gathered(torch.autograd.Function):
         queries = [exchange.to_workers(x, "right") for x in inputs[:n]]
         positions = exchange.to_workers(pos, "right")
         own = tuple(x.detach() for x in inputs[n:])
-        keys = exchange.keys([*earlier.rows[:segment], own], "right")
-        if exchange.tag.virtual_rank.segments > segment + 1:
-            earlier.rows[segment:] = [own]
+        keep = exchange.tag.virtual_rank.segments > segment + 1
+        keys = exchange.keys(earlier.join(segment, own, keep=keep), "right")
         saved, outputs = [], []
         pieces = exchange.pieces.of_worker(exchange.pieces.rank)
         for piece, of_piece, at in zip(pieces, zip(*queries, strict=True), positions, strict=True):
             y, more = recurrence.attend(of_piece, _visible(exchange, keys, piece), at)
             outputs.append(y)
             saved += [at, y, *of_piece, *more]
+        earlier.end_pass()
         ctx.exchange, ctx.recurrence, ctx.earlier, ctx.per_piece = exchange, recurrence, earlier, len(saved) // len(outputs)
         ctx.save_for_backward(*inputs[n:], *saved)
         return exchange.to_owners(outputs, "right")
@@ -223,7 +208,7 @@ class _Gathered(torch.autograd.Function):
         exchange, recurrence, earlier = ctx.exchange, ctx.recurrence, ctx.earlier
         n, segment, tensors = recurrence.num_queries, exchange.segment, list(ctx.saved_tensors)
         own = tuple(tensors[: (first := len(recurrence.input_names) - n)])
-        keys = exchange.keys([*earlier.rows[:segment], own], "left")
+        keys = exchange.keys(earlier.join(segment, own, keep=False), "left")
         dkeys = [torch.zeros_like(x) for x in keys]
         dqueries: list[list[Tensor]] = [[] for _ in range(n)]
         pieces = exchange.pieces.of_worker(exchange.pieces.rank)
@@ -237,12 +222,13 @@ class _Gathered(torch.autograd.Function):
                 total[:, : grad.shape[1]] += grad
         del keys
         *before, grads = exchange.key_grads(tuple(dkeys), segment + 1)
-        for number, of_segment in enumerate(before):
-            earlier.add_grads(number, of_segment)
-        if (later := earlier.grads.pop(segment, None)) is not None:
+        del dkeys
+        earlier.add_grads(before)
+        if (later := earlier.take_grads(segment)) is not None:
             grads = [a + b for a, b in zip(grads, later, strict=True)]
+        earlier.end_pass()
         if segment == 0:
-            earlier.rows.clear()
+            earlier.clear()
         dinputs = [exchange.to_owners(parts, "left") for parts in dqueries]
         return (None,) * 4 + (*dinputs, *(grad.to(x.dtype) for grad, x in zip(grads, own, strict=True)))
 

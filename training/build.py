@@ -81,11 +81,15 @@ def build_model(config: ModelConfig, training: TrainingConfig, device: torch.dev
 
 def _link(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> ContextLink | None:
     """The links to neighbouring context ranks; a rank that runs segments on its own is its own neighbour."""
-    if mesh.link is None:
-        return None if training.bptt is None else ContextLink(0, [mesh.rank], mesh.device)
-    if any(mixer.state_grows for mixer in config.mixers.values()):
-        add_gather(mesh.link, mesh.layout)
-    return mesh.link
+    link = mesh.link
+    if link is None:
+        if training.bptt is None:
+            return None
+        link = ContextLink(0, [mesh.rank], mesh.device)
+    elif any(mixer.state_grows for mixer in config.mixers.values()):
+        add_gather(link, mesh.layout)
+    link.key_store.offload = training.offload_kv is True
+    return link
 
 
 def model_fingerprint(config: ModelConfig) -> str:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from baton.parallel.config import divisors
 from baton.training.checkpoint.config import CheckpointConfig
 from baton.training.errors import RunError
+from baton.training.evaluation.config import EvaluationConfig
 from baton.training.monitoring.config import GuardConfig, MonitoringConfig
 from baton.training.optimizer_config import OptimizerConfig, ScheduleConfig
 
@@ -52,47 +53,6 @@ class BpttConfig(_Settings):
         description="truncated: number of segments that a gradient passes back through; null: all segments of a step. With 1, no "
         "segment is computed twice",
     )
-
-
-class EvaluationConfig(_Settings):
-    """Evaluation during training: loss, bits per byte and a text sample; for a synthetic task, loss and accuracy."""
-
-    every: int = Field(
-        1000, ge=0, description="steps between evaluations; the last step is always evaluated. 0: no evaluation at all"
-    )
-    tokens: int | None = Field(
-        None,
-        ge=1,
-        description="tokens of the validation split that are evaluated, the same ones each time; for a synthetic task, tokens per "
-        "case. null: a tenth of the tokens that are trained from one evaluation to the next, at most 1,000,000",
-    )
-    sample_tokens: int = Field(
-        128, ge=0, description="tokens of the text sample generated at each evaluation; 0: no sample. Ignored for synthetic tasks"
-    )
-    long_tokens: int = Field(
-        0,
-        ge=0,
-        description="tokens per row of the long-context evaluation, which reports the loss by position and the norms of States on "
-        "the longest validation documents. It uses the memory of one segment. 0: no long-context evaluation",
-    )
-    long_rows: int = Field(
-        8,
-        ge=1,
-        description="rows of the long-context evaluation; the longest documents are distributed over them, and a row continues "
-        "with another document where one ends",
-    )
-    gradient_reach_segment_length: int = Field(
-        0,
-        ge=0,
-        description="tokens per segment of the gradient-reach measurement, which reports the norms of the gradient of the last "
-        "segment's loss with respect to the States 1, 2, ... segments earlier, on the first long rows; 0: no measurement",
-    )
-    gradient_reach_segments: int = Field(32, ge=2, description="segments that the gradient is propagated back through")
-
-    @property
-    def long_rows_tokens(self) -> int:
-        """Tokens per row that the long-context evaluation and the gradient-reach measurement read; 0 if both are off."""
-        return max(self.long_tokens, self.gradient_reach_segment_length * self.gradient_reach_segments) if self.every else 0
 
 
 class InitialWeightsConfig(_Settings):
@@ -161,6 +121,13 @@ class TrainingConfig(_Settings):
         description="launch all kernels of a pass at once: faster where the host takes longer to launch kernels than the GPU to "
         "run them, for somewhat more memory. Possible where a GPU has all layers; in segments (bptt) on one context rank, without "
         "full attention and Mamba-3. Hooks on modules do not run. auto: where it is possible and fits, except on a CPU",
+    )
+    offload_kv: bool | Literal["auto"] = Field(
+        "auto",
+        description="keep the keys and values that full attention reads again in later segments (bptt), and their gradients, in "
+        "the host's memory, page-locked, and copy a layer's to the GPU for every pass through it: the same result with less of "
+        "the GPU's memory, and time for the copies. auto: where nothing else fits the GPU's memory by `baton plan`, or only "
+        "recomputation that takes longer; chosen at every start; on a CPU, false",
     )
     deterministic: bool = Field(True, description="raise an error for kernels whose results vary from run to run")
     log_every: int = Field(10, ge=1, description="steps between console log lines; metrics.jsonl records every step")

@@ -1,11 +1,12 @@
-"""Values of training.recompute and training.cuda_graphs that are `auto`, which is their default. Torch-free.
+"""Values of training.recompute, training.cuda_graphs and training.offload_kv that are `auto`, which is their default. Torch-free.
 
-The possible pairs are ordered by speed, and the first one is taken whose planned peak memory (launcher.planner.memory) fits the
-device. A pair that needs as much memory as another one that ran out of memory on such a device before is left out.
+The possible forms are ordered by speed, and the first one is taken whose planned peak memory (launcher.planner.memory) fits the
+device. A form that needs as much memory as another one that ran out of memory on such a device before is left out.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from baton.launcher.cluster import reserved_bytes
 from baton.launcher.config import RunConfig
@@ -28,16 +29,22 @@ BY_SPEED = (
 costs 3 to 5 % of a step, full recomputation a forward pass; graphs save the time in which the GPU waits for the host, 0 to half of
 a step, which is why a graph of selective recomputation comes before no graph of none."""
 
+ASSUMED_MATMUL_TFLOPS, ASSUMED_HOST_GB_S = 600, 50
+"""Rates of an H100 in a step, and of its PCIe 5 x16 link, with which full recomputation and copies of keys and values from the host
+are compared. Other cards have about the same ratio: an A100 230 and 25."""
+
 
 @dataclass(frozen=True)
 class Choice:
     """The choice for a run.
 
+    offload_kv: None: no keys and values are kept from segment to segment.
     peak: planned peak memory of a rank in bytes; None: unknown. capacity: bytes that a rank can use; None: unknown.
     """
 
     recompute: str
     cuda_graphs: bool
+    offload_kv: bool | None
     peak: int | None
     capacity: int | None
 
@@ -48,6 +55,8 @@ class Choice:
 
     def __str__(self) -> str:
         words = f"auto: training.recompute={self.recompute}, training.cuda_graphs={str(self.cuda_graphs).lower()}"
+        if self.offload_kv is not None:
+            words += f", training.offload_kv={str(self.offload_kv).lower()}"
         if self.peak is None:
             return f"{words} (memory cannot be planned for this model)"
         if self.capacity is None:
@@ -58,21 +67,22 @@ class Choice:
 
 def is_automatic(config: RunConfig) -> bool:
     """Whether any of the settings is `auto`."""
-    return config.training.recompute == "auto" or config.training.cuda_graphs == "auto"
+    training = config.training
+    return "auto" in (training.recompute, training.cuda_graphs) or (training.offload_kv == "auto" and config.keeps_kv)
 
 
 def resolve(
     config: RunConfig, capacity: int | None, kind: Kind | None = None, failed: Iterable[int] = ()
 ) -> tuple[RunConfig, Choice | None]:
-    """The configuration with both values, and what was chosen; None where the run has set both.
+    """The configuration with all values, and what was chosen; None where the run has set all.
 
     Args:
-        config: its vocabulary is known; if not, memory is not planned, and the first pair is taken.
-        capacity: bytes that a rank may fill; None: not known, and the first pair that has not failed is taken.
+        config: its vocabulary is known; if not, memory is not planned, and the first form is taken.
+        capacity: bytes that a rank may fill; None: not known, and the first form that has not failed is taken.
         kind: of device; None: as the configuration says, where auto is a GPU.
         failed: planned peaks, in bytes, of starts that ran out of memory on such a device. What needs as much is not tried again.
 
-    Where no pair fits, the one that needs least memory is taken.
+    Where no form fits, the one that needs least memory is taken.
     """
     if not is_automatic(config):
         return config, None
@@ -85,12 +95,12 @@ def resolve(
     return min(choices, key=lambda one: one[1].peak or 0)
 
 
-def rank_by_speed(config: RunConfig) -> int:
-    """Index of a resolved configuration's pair in BY_SPEED."""
+def rank_by_speed(config: RunConfig) -> tuple[int, bool]:
+    """Index of a resolved configuration's pair in BY_SPEED, and whether it copies keys and values from the host."""
     training = config.training
     assert training.recompute != "auto"
     assert training.cuda_graphs != "auto"
-    return BY_SPEED.index((training.recompute, training.cuda_graphs))
+    return BY_SPEED.index((training.recompute, training.cuda_graphs)), training.offload_kv is True
 
 
 def planned_peak(config: RunConfig) -> int | None:
@@ -109,7 +119,8 @@ def capacity_of(memory: int, ranks: int = 1) -> int:
 def _choice(config: RunConfig, capacity: int | None) -> Choice:
     training = config.training
     assert training.recompute != "auto"
-    return Choice(training.recompute, training.cuda_graphs is True, planned_peak(config), capacity)
+    offload = training.offload_kv is True if config.keeps_kv else None
+    return Choice(training.recompute, training.cuda_graphs is True, offload, planned_peak(config), capacity)
 
 
 def _is_recordable(settings: object) -> bool:
@@ -117,15 +128,32 @@ def _is_recordable(settings: object) -> bool:
     return type(settings).__module__.startswith("baton.models.settings")
 
 
+def _seconds(config: RunConfig) -> float:
+    """Of a step's matrix products, and of the copies from the host, at assumed rates; 0: unknown."""
+    try:
+        counted = of_stages(config)
+    except ConfigError:
+        return 0.0
+    work, copies = ASSUMED_MATMUL_TFLOPS * 1e12, ASSUMED_HOST_GB_S * 1e9
+    return max(one.operations().matrix / work + one.fetched / copies for one in counted)
+
+
 def _candidates(config: RunConfig, kind: Kind) -> Iterator[RunConfig]:
     """Configurations that a run may take, fastest first."""
     training = config.training
     may_record = kind == "cuda" and not config.unrecordable() and all(map(_is_recordable, config.model.mixers.values()))
     may_record = may_record and not slow_paths(config, kind)
-    for recompute, graphs in BY_SPEED:
+    places = (training.offload_kv,) if training.offload_kv != "auto" else (False, True) if config.keeps_kv else (False,)
+    found = []
+    for (recompute, graphs), offload in product(BY_SPEED, places):
         if training.recompute not in ("auto", recompute) or training.cuda_graphs not in ("auto", graphs):
             # what the run has set itself was checked when it was read
             continue
         if graphs and training.cuda_graphs == "auto" and not may_record:
             continue
-        yield config.model_copy(update={"training": training.model_copy(update={"recompute": recompute, "cuda_graphs": graphs})})
+        if offload and training.offload_kv == "auto" and kind == "cpu":
+            continue
+        changes = {"recompute": recompute, "cuda_graphs": graphs, "offload_kv": offload}
+        found.append(config.model_copy(update={"training": training.model_copy(update=changes)}))
+    # passes that keep keys and values are not recorded as graphs: what is computed again and what is copied differ
+    yield from sorted(found, key=_seconds) if config.keeps_kv else found

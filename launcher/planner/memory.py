@@ -84,9 +84,39 @@ class Arithmetic(StageParameters):
         if not surveyed:
             return 0
         first = self.entering if self.layout.context > 1 else self._carried
-        # keys and values of full attention, and what later segments add to their gradients in float32
-        keys = sum(block.key_bytes(self.work) for block in self.every_block) * (1 + 4 // self.work.compute_bytes)
-        return first + (surveyed - 1) * self.entering + surveyed * (self._decided + keys)
+        keys = self.earlier_keys - (self.offloaded if self.work.gpu else 0)
+        return first + (surveyed - 1) * self.entering + surveyed * self._decided + keys
+
+    @property
+    def _keys(self) -> int:
+        """Bytes of a segment's keys and values of full attention, in all layers."""
+        return sum(block.key_bytes(self.work) for block in self.every_block)
+
+    @property
+    def earlier_keys(self) -> int:
+        """Bytes of the keys and values of all segments but the last, and of what later segments add to their gradients in
+        float32."""
+        return (self.together - 1) * self._keys * (1 + 4 // self.work.compute_bytes)
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of them that are in the host's memory; without a GPU that is a rank's memory."""
+        return self.earlier_keys if self.training.offload_kv is True else 0
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that are copied from the host to the GPU per optimizer step, while nothing else runs (`parallel.earlier_keys`).
+
+        Keys of the segments before one are copied for its pass without a graph, for each with one, and backwards. Sums of gradients
+        are copied for each that is added behind the first, and once to be added to their segment's own. What goes to the host
+        overlaps with what runs or comes.
+        """
+        if not self.offloaded or not self.work.gpu:
+            return 0
+        n, passes = self.together, 2 + (self.training.recompute == "full")
+        before, surveyed = n * (n - 1) // 2, (n - 1) * (n - 2) // 2
+        sums = (surveyed + n - 1) * 4 // self.work.compute_bytes
+        return self.micro_batches * self._keys * (surveyed + passes * before + sums)
 
     @property
     def _carried(self) -> int:
@@ -171,7 +201,10 @@ class Arithmetic(StageParameters):
         # the gradients of what a sub-block kept are about as large as it
         in_hand = max(block.saved_bytes(work) + block.mask_bytes(work) for block in self.blocks.values())
         # all ranks' keys and values, and their gradients: of the piece that is attended with, and the sum
-        in_hand += 3 * self.together * self.layout.context * max(b.key_bytes(work) for b in self.blocks.values()) * work.segment
+        keys = max(b.key_bytes(work) for b in self.blocks.values())
+        in_hand += 3 * self.together * self.layout.context * keys * work.segment
+        if self.offloaded:  # a segment's gradients in float32, of which one half comes while the other leaves
+            in_hand += keys * 4 // work.compute_bytes
         if full_recompute:
             in_hand += max(self.layer_bytes(layer) for layer in set(self.layers))
         activations = self.in_flight * self.activations(full_recompute=full_recompute) + self._expected

@@ -53,7 +53,8 @@ class StagePlan:
     parameters: number of the stage's parameters over all tensor ranks.
     in_flight: passes (micro-batches, or segments of them) whose activations are in memory at the same time.
     exchange: bytes that a rank sends per optimizer step, by purpose.
-    host: bytes of host memory for the copy of a save; without a GPU they are a part of memory.
+    host: bytes of host memory for the copy of a save; without a GPU they are a part of memory. offloaded: bytes of it for keys and
+        values of earlier segments, likewise.
     """
 
     layers: range
@@ -62,6 +63,7 @@ class StagePlan:
     memory: Memory
     exchange: dict[str, int]
     host: int
+    offloaded: int
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -72,6 +74,7 @@ class StagePlan:
             "memory": {**asdict(self.memory), "peak": self.memory.peak},
             "exchange": self.exchange,
             "host": self.host,
+            "offloaded": self.offloaded,
         }
 
 
@@ -103,6 +106,7 @@ class Plan:
     choice: automatic.Choice | None
     advice: tuple[str, ...]
     cluster: str | None
+    ranks_per_node: int | None
     notes: tuple[str, ...]
 
     @property
@@ -119,6 +123,11 @@ class Plan:
     def host(self) -> int:
         """Bytes of host memory for the copy of a rank's save, on the stage with the most."""
         return max(stage.host for stage in self.stages)
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of host memory for a rank's keys and values of earlier segments, on the stage with the most."""
+        return max(stage.offloaded for stage in self.stages)
 
     @property
     def exchange(self) -> dict[str, int]:
@@ -144,6 +153,7 @@ class Plan:
             "memory": {**asdict(self.memory), "peak": self.memory.peak},
             "activations": {"kept": self.activations[False], "recomputed": self.activations[True]},
             "host": self.host,
+            "offloaded": self.offloaded,
             "exchange": self.exchange,
             "stages": [stage.to_json() for stage in self.stages],
             "fullest_stage": self.fullest,
@@ -155,6 +165,7 @@ class Plan:
             "fits": self.fits,
             "recompute": self.config.training.recompute,
             "cuda_graphs": self.config.training.cuda_graphs,
+            "offload_kv": self.config.training.offload_kv,
             "advice": list(self.advice),
             "notes": list(self.notes),
         }
@@ -203,6 +214,11 @@ class Plan:
         if not self.memory.saved:
             yield "host memory per rank" + (", on the stage that has most" if len(self.stages) > 1 else "")
             yield _row("copy of what a checkpoint holds, page-locked", self.host)
+            if self.offloaded:
+                yield _row("keys, values of earlier segments, page-locked", self.offloaded)
+                together = min(self.ranks_per_node or 1, layout.world_size)
+                if together > 1:
+                    yield _row(f"both, of a node's {together} ranks", together * (self.host + self.offloaded))
             yield ""
         yield "sent by each rank per step" + (", on the stage that sends most" if len(self.stages) > 1 else "")
         if not self.exchange:
@@ -214,8 +230,9 @@ class Plan:
             yield "time per step, estimated, nothing overlapped, no waiting" + (" but for stages" if len(self.stages) > 1 else "")
             label = {"matrix": "matrix products", "elementwise": "elementwise arithmetic", "memory": "memory traffic"}
             label["eager"] = "PyTorch's operators where no kernel is"
-            shown = {"bubble": len(self.stages) > 1, "eager": self.speed.eager > 0}
-            for name in ("matrix", "elementwise", "memory", "eager", "exchange", "bubble", "step"):
+            label["fetch"] = "keys and values from the host"
+            shown = {"bubble": len(self.stages) > 1, "eager": self.speed.eager > 0, "fetch": self.speed.fetch > 0}
+            for name in ("matrix", "elementwise", "memory", "eager", "exchange", "fetch", "bubble", "step"):
                 if shown.get(name, True):
                     yield f"  {label.get(name, name):<44}{getattr(self.speed, name):>11.3f} s"
             yield f"  {self.speed.tokens_per_second:,.0f} tokens/s, {self.speed.utilisation:.0%} of the matrix rate"
@@ -297,6 +314,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
             memory=one.memory(),
             exchange={name: exchanged.bytes for name, exchanged in exchanges(one).items()},
             host=one.host_bytes,
+            offloaded=one.offloaded,
         )
         for one in counted
     )
@@ -321,6 +339,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         choice=choice,
         advice=advice,
         cluster=None if cluster is None else cluster.name,
+        ranks_per_node=None if cluster is None else cluster.ranks_per_node,
         notes=tuple(_notes(config, counted[0], cluster)),
     )
 

@@ -28,8 +28,10 @@ Savings = dict[str, Any]
 def first_that_fits(config: RunConfig, capacity: int, largest_tensor: int) -> tuple[str, ...]:
     """key=value words of the first change whose ranks all stay within `capacity` bytes; () where none does.
 
-    largest_tensor: ranks of a tensor group to go up to. A recomputation that is `auto` needs no advice: it is chosen as is needed.
+    largest_tensor: ranks of a tensor group to go up to. What is `auto` needs no advice: it is chosen as is needed.
     """
+    if config.training.offload_kv == "auto":
+        config = config.model_copy(update={"training": config.training.model_copy(update={"offload_kv": True})})
     if config.training.recompute == "auto":
         explicit = config.model_copy(update={"training": config.training.model_copy(update={"recompute": "none"})})
         words = first_that_fits(explicit, capacity, largest_tensor)
@@ -87,6 +89,8 @@ def _savings(config: RunConfig, segments: list[Savings]) -> list[Savings]:
     smaller: list[Savings] = [
         {"micro_batch_size": n} for n in reversed(divisors(training.micro_batch_size)) if n < training.micro_batch_size
     ]
+    if config.keeps_kv and training.offload_kv is False:
+        again.insert(0, {"offload_kv": True})
     both, shorter = _with_recomputation(config, smaller)[len(smaller) :], _with_recomputation(config, segments)[len(segments) :]
     if config.layout.pipeline > 1:
         return [{}, *again, *smaller, *both, *segments, *shorter]

@@ -22,24 +22,29 @@ UNCERTAINTY = (
 )
 
 
+_Seconds = tuple[float, float, float, float, float, float]
+
+
 @dataclass(frozen=True)
 class Speed:
     """Seconds of one optimizer step by what they go into on the slowest stage; bubble: in which it waits for the others; tokens per
     second of all ranks; the share of the matmul rate that the model's own arithmetic (without what is computed again) is worth.
-    eager: recurrences without a kernel, which PyTorch's operators compute (launcher.planner.slow_paths)."""
+    eager: recurrences without a kernel, which PyTorch's operators compute (launcher.planner.slow_paths). fetch: copies of keys and
+    values from the host, where they are offloaded."""
 
     matrix: float
     elementwise: float
     memory: float
     eager: float
     exchange: float
+    fetch: float
     bubble: float
     tokens_per_second: float
     utilisation: float
 
     @property
     def step(self) -> float:
-        return self.matrix + self.elementwise + self.memory + self.eager + self.exchange + self.bubble
+        return self.matrix + self.elementwise + self.memory + self.eager + self.exchange + self.fetch + self.bubble
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def speed(config: RunConfig, counted: tuple[Arithmetic, ...], cluster: Cluster) 
     return Speed(*of_stage, tokens / seconds, useful)
 
 
-def _stage_seconds(arithmetic: Arithmetic, rate: float, cluster: Cluster) -> tuple[tuple[float, float, float, float, float], float]:
+def _stage_seconds(arithmetic: Arithmetic, rate: float, cluster: Cluster) -> tuple[_Seconds, float]:
     """Seconds of a stage's ranks in Speed's order without waiting, and those of its passes, for which other stages wait."""
     sent = exchanges(arithmetic).values()
 
@@ -123,4 +128,5 @@ def _stage_seconds(arithmetic: Arithmetic, rate: float, cluster: Cluster) -> tup
     eager = sum(seconds_by_mixer(arithmetic, cluster.memory_bandwidth_tb_s).values()) if arithmetic.work.gpu else 0.0
     # the update and its communication wait for no other stage; surveys are synchronous with the forward passes
     update = work.update / (cluster.memory_bandwidth_tb_s * 1e12)
-    return (matrix, elementwise, memory + update, eager, exchange), sum(own) + eager + each
+    fetch = arithmetic.fetched / (cluster.bandwidth_gb_s.to_host * 1e9)
+    return (matrix, elementwise, memory + update, eager, exchange, fetch), sum(own) + eager + each + fetch

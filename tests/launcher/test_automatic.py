@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from baton.launcher.cluster import load_cluster
 from baton.launcher.config import load
 from baton.launcher.devices import gpu_memory
 from baton.launcher.errors import is_out_of_memory
@@ -168,3 +169,62 @@ def test_a_run_with_settings_of_its_own_ends_when_it_is_out_of_memory(inputs, la
     assert "set training.recompute=full" in ended.err
     assert "Traceback" not in ended.err
     assert [path.name for path in (tmp_path / "run" / "attempts").iterdir() if path.name.isdigit()] == ["0001"]
+
+
+HYBRID = ["model=gated-delta-net-hybrid-1.3b", "layout.context=1", "training.recompute=auto"]
+MILLION = CONFIGS / "runs" / "mamba-1.4b-million.yaml"
+
+
+@pytest.mark.parametrize(("segment", "order"), [
+    # long segments read the keys seldom: copies take less than another forward pass
+    (131072, [("none", False), ("none", True), ("full", False), ("full", True)]),
+    # short ones with as many keys as queries: another forward pass takes less
+    (4096, [("none", False), ("full", False), ("none", True), ("full", True)]),
+])  # fmt: skip
+def test_keys_are_offloaded_where_nothing_faster_fits(segment, order):
+    words = [*HYBRID, f"training.bptt.segment={segment}"]
+    if segment == 4096:
+        words.append("model.mixers.attention.kv_heads=16")
+    config = load(MILLION, words)
+
+    def planned(recompute, offload):
+        set_words = [f"training.recompute={recompute}", f"training.offload_kv={str(offload).lower()}"]
+        return automatic.planned_peak(load(MILLION, [*words, *set_words]))
+
+    peaks = {form: planned(*form) for form in order}
+    assert peaks["none", True] < peaks["none", False]
+    for capacity in sorted({p - d for p in peaks.values() for d in (0, 1)}):
+        resolved, choice = automatic.resolve(config, capacity)
+        fitting = [form for form in order if peaks[form] <= capacity]
+        expected = fitting[0] if fitting else min(order, key=lambda form: peaks[form])
+        assert (resolved.training.recompute, resolved.training.offload_kv) == (choice.recompute, choice.offload_kv) == expected
+        assert f"training.offload_kv={str(expected[1]).lower()}" in str(choice)
+    on_cpu, _ = automatic.resolve(config, 1, "cpu")
+    assert on_cpu.training.offload_kv is False
+
+
+def test_what_is_not_kept_is_not_offloaded():
+    resolved, choice = automatic.resolve(load(RUN, ["training.bptt={mode: exact, segment: 256}"]), 1)
+    assert resolved.training.offload_kv is False
+    assert choice.offload_kv is None
+    assert "offload_kv" not in str(choice)
+    (note,) = [note for note in load(RUN, ["training.offload_kv=true"]).notes() if "offload" in note]
+    assert note.startswith("note: training.offload_kv=true without effect")
+
+
+def test_a_plan_says_what_offloading_takes():
+    words = [*HYBRID, "training.bptt.segment=131072", "layout.data=2"]
+    plan = make_plan(load(MILLION, words), load_cluster("h100"))
+    lines = list(plan.lines())
+    assert plan.fits
+    assert lines[-2].startswith("auto: training.recompute=full, training.cuda_graphs=false, training.offload_kv=true")
+    # 6 layers of 2 x 4 x 128 numbers in bfloat16 and float32, of 7 of 8 segments
+    assert plan.offloaded == 6 * 2 * 4 * 128 * (2 + 4) * 7 * 131072
+    assert any(line.split("page-locked")[-1].split() == ["31.50", "GiB"] for line in lines if "keys, values" in line)
+    (of_node,) = [line for line in lines if "of a node's 2 ranks" in line]
+    assert of_node.split()[-2:] == [f"{2 * (plan.offloaded + plan.host) / GIB:,.2f}", "GiB"]
+    assert plan.speed.fetch > 0
+    cluster = load_cluster("h100")
+    slower = cluster.model_copy(update={"bandwidth_gb_s": cluster.bandwidth_gb_s.model_copy(update={"to_host": 25.0})})
+    assert make_plan(load(MILLION, words), slower).speed.fetch == pytest.approx(2 * plan.speed.fetch)
+    assert plan.to_json()["offload_kv"] is True

@@ -9,8 +9,10 @@ from support import measured_costs
 from support.measured_costs import (
     BPTT,
     CUT_SEQUENCE_LENGTH,
+    KEYS,
     LANES,
     LONG_OVER_RANKS,
+    OFFLOADED,
     SEGMENTED,
     SEGMENTED_OVER_RANKS,
     SEGMENTED_OVER_TENSOR,
@@ -78,6 +80,25 @@ def test_segments_keep_what_is_counted(measured, variant, bptt):
     assert fixed.recorded == fixed.activations + fixed.borders + max(fixed.in_hand, fixed.loss)
     # a micro-batch of the step's two has run, in up to four groups of segments: its lanes as they were, once
     assert one.micro_batches * seen["before"] == one.memory().before == (0 if bptt == "exact" else 2 * one.states)
+
+
+@pytest.mark.parametrize(("offload_kv", "recompute"), OFFLOADED)
+def test_keys_are_kept_or_offloaded_and_fetched_as_counted(measured, offload_kv, recompute):
+    one, seen = arithmetic(KEYS, "exact", offload_kv=offload_kv, recompute=recompute), measured[f"keys {offload_kv} {recompute}"]
+    assert one.earlier_keys > 0
+    assert one.offloaded == seen["host"] == (one.earlier_keys if offload_kv else 0)
+    on_gpu = arithmetic(KEYS, "exact", offload_kv=offload_kv, recompute=recompute, device="auto")
+    assert on_gpu.fetched == one.micro_batches * seen["fetched"]
+    assert (on_gpu.fetched > 0) is offload_kv
+    assert one.fetched == 0
+    kept = arithmetic(KEYS, "exact", recompute=recompute, device="auto")
+    assert kept.memory().borders - on_gpu.memory().borders == one.offloaded
+    # half a kilobyte: fingerprints of States, and the sum of the losses
+    activations = one.activations(full_recompute=recompute == "full") + 4 * one.head_count
+    rows = 0 if offload_kv else (one.together - 1) * sum(block.key_bytes(one.work) for block in one.every_block)
+    assert seen["forward_no_grad"] == pytest.approx(rows, abs=512)
+    if offload_kv:
+        assert seen["forward"] == pytest.approx(activations, rel=0.03, abs=512)
 
 
 @pytest.mark.parametrize("bptt", BPTT)

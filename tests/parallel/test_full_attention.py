@@ -95,7 +95,8 @@ def test_one_rank_in_segments_attends_as_one(single_mesh, options):
     link = ContextLink(0, [0], CPU)
     assert_equal(run(link, 24, torch.float64, 4, **options), 24, torch.float64, 1e-12)
     assert not link.sent
-    assert all(not kept.rows and not kept.grads for kept in link._earlier_keys.values())
+    assert len(link.key_store.kept()) == 2
+    assert all(not kept.rows and not kept.grads for kept in link.key_store.kept())
 
 
 def test_an_evaluation_in_segments_keeps_nothing(single_mesh):
@@ -107,7 +108,7 @@ def test_an_evaluation_in_segments_keeps_nothing(single_mesh):
         with torch.no_grad(), link.segment(s, count=3):
             outputs.append(run_recurrence(link, ATTENTION, tuple(x[:, span] for x in inputs), pos[:, span], None, "a")[0])
     assert relative_error(torch.cat(outputs, dim=1), expected(24, torch.float64)[0]) <= 1e-12
-    assert not link._earlier_keys
+    assert not link.key_store.kept()[0].rows
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -111,6 +111,9 @@ BPTT = {
 LANES = 6
 ONE_BLOCK = ("mamba2", "gla")
 """Mixers of which both layers have one set of weights, where one layer has an MLP, and where there are stages."""
+KEYS = "attention, whole documents"
+OFFLOADED = [(offload_kv, recompute) for offload_kv in (False, True) for recompute in ("none", "full")]
+"""Whether keys and values of KEYS are offloaded, and whether layers are run again."""
 
 
 def _with_recurrences_of_their_own():
@@ -138,7 +141,7 @@ SEGMENTED_OVER_TENSOR = [
 def run_of(
     variant, *, compute_dtype="float32", recompute="none", residual_dtype="float32", device="cpu",
     sequence_length=SEQUENCE_LENGTH, mlp=False,
-    bptt=None, **layout,
+    bptt=None, offload_kv="auto", **layout,
 ):  # fmt: skip
     """A run of two layers of the variant's small mixer. mlp: the first has an MLP behind it, or beside it. bptt: a name of BPTT."""
     kind, changes = VARIANTS[variant]
@@ -154,7 +157,7 @@ def run_of(
         "micro_batch_size": BATCH,
     }
     training |= {"compute_dtype": compute_dtype, "recompute": recompute, "optimizer": {"lr": 1e-3}}
-    training |= {"residual_dtype": residual_dtype}
+    training |= {"residual_dtype": residual_dtype, "offload_kv": offload_kv}
     if variant in ONE_BLOCK and (layout.get("pipeline", 1) > 1 or (mlp and variant not in PARALLEL)):
         model["shared"] = [kind]
     if bptt is not None:
@@ -185,6 +188,7 @@ def measure(form):
     from baton.data_pipeline.packing import Batch
     from baton.models import stages
     from baton.models.lm import LanguageModel
+    from baton.parallel import earlier_keys
     from baton.parallel import mesh as meshes
     from baton.parallel.context_parallel import ContextLink
     from baton.parallel.param_layout import initialize_parameters, named_layouts
@@ -414,10 +418,12 @@ def measure(form):
 
     ContextLink.recv_wraparound = lambda link, leaves, batch: {x.name: torch.ones(batch, *x.shape, dtype=x.dtype) for x in leaves}
 
-    def passes_of(variant, bptt, rank=0, recompute="none", **layout):
+    def passes_of(variant, bptt, rank=0, recompute="none", *, offload_kv="auto", **layout):
         """Of a micro-batch on a rank: bytes that live after the first group's surveys, and at most after the first passes forwards;
-        bytes of its lanes, and of what these carried before; what its links and its collectives were given in all."""
-        run = run_of(variant, sequence_length=CUT_SEQUENCE_LENGTH, bptt=bptt, recompute=recompute, **layout)
+        bytes of its lanes, and of what these carried before; what its links and its collectives were given in all; of keys and
+        values that are offloaded bytes of the host's memory, which does not count as living, and bytes that came from there."""
+        settings = {"bptt": bptt, "recompute": recompute, "offload_kv": offload_kv}
+        run = run_of(variant, sequence_length=CUT_SEQUENCE_LENGTH, **settings, **layout)
         training, mesh = run.training, meshes.initialize(run.layout, device=torch.device("cpu"), rank=rank, store=None)
         model = build_model(run.model, training, mesh.device, mesh)
         initialize_parameters(model, 0, mesh.tensor_rank, mesh.layout.tensor)
@@ -429,7 +435,19 @@ def measure(form):
         carried = [] if lanes is None else [x for state in lanes._states.values() for x in state.values()]
         counted = [whole.tokens, whole.labels, whole.pos, *carried, *(x for p in model.parameters() for x in (p, p.grad))]
         known = {x.untyped_storage()._cdata for x in counted}
-        found = {"forward_no_grad": 0, "forward": 0}
+        found = {"forward_no_grad": 0, "forward": 0, "fetched": 0}
+        host, copy = None if model.link is None else model.link.key_store.host, earlier_keys._copy
+
+        def on_the_host():
+            blocks = [] if host is None else [*host._used.values(), *host._free]
+            return {block.untyped_storage()._cdata for block in blocks}
+
+        def counted_copy(to, rows):
+            if to.untyped_storage()._cdata not in on_the_host():
+                found["fetched"] += to.nbytes
+            copy(to, rows)
+
+        earlier_keys._copy = counted_copy
 
         def taken_back():
             """Storages of what lanes carried before; they are counted for themselves."""
@@ -447,15 +465,17 @@ def measure(form):
                     channel.flush()  # a thread lets go of what has left, some time later
                 # the last survey, and the two that run forwards after it
                 if together - 2 <= n <= together + 1 and operation.kind != "backward":
-                    found[operation.kind] = max(found[operation.kind], living.nbytes(known | taken_back()))
+                    found[operation.kind] = max(found[operation.kind], living.nbytes(known | taken_back() | on_the_host()))
             runner.finish()
+        earlier_keys._copy = copy
+        found["host"] = 0 if host is None else host.nbytes
         found["sent"], found["handed on"] = living.bytes, Counter()
         for (what, name), n in model.link.sent.items():
             if "bytes" in what:
                 found["handed on"]["around" if name == "all recurrences" else what.removesuffix(" bytes")] += n
         found["lanes"] = sum(x.nbytes for x in carried)
         found["before"] = 0 if lanes is None else lanes.backup_bytes
-        if run.layout.world_size == 1:
+        if run.layout.world_size == 1 and not run.keeps_kv:  # full attention in segments is not recorded
             found["fixed"] = fixed_of(model, read, schedule, lanes)
         meshes.shutdown()
         return found
@@ -498,6 +518,8 @@ def measure(form):
     for bptt, how, recompute in SEGMENTED_OVER_TENSOR:
         layout = {"tensor": 2} if how == "tensor" else SHARED_BY
         found[f"mamba {bptt} {how} {recompute}"] = passes_of("mamba", bptt, recompute=recompute, **layout)
+    for offload_kv, recompute in OFFLOADED:
+        found[f"keys {offload_kv} {recompute}"] = passes_of(KEYS, "exact", recompute=recompute, offload_kv=offload_kv)
     print(json.dumps(results))
 
 

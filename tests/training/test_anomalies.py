@@ -27,8 +27,8 @@ from baton.training import loop, run_setup
 from baton.training.build import build
 from baton.training.checkpoint.config import CheckpointConfig
 from baton.training.checkpoint.manifest import Manifest
-from baton.training.config import EvaluationConfig
 from baton.training.errors import RunError
+from baton.training.evaluation.config import EvaluationConfig
 from baton.training.monitoring.anomaly_detection import AnomalyDetector
 from baton.training.monitoring.config import GuardConfig, MonitoringConfig
 from baton.training.monitoring.event_log import read_events

@@ -12,8 +12,8 @@ from baton.models.config import ModelConfig
 from baton.training import loop
 from baton.training.callbacks import callback as callbacks
 from baton.training.checkpoint.config import CheckpointConfig
-from baton.training.config import EvaluationConfig
 from baton.training.errors import RunError
+from baton.training.evaluation.config import EvaluationConfig
 from baton.training.monitoring.metrics import read_metrics
 from baton.training.run import RunSettings
 

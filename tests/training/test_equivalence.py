@@ -21,8 +21,8 @@ from baton.parallel.parameter_groups import parameter_groups
 from baton.training import loop
 from baton.training.build import build
 from baton.training.checkpoint.config import CheckpointConfig
-from baton.training.config import EvaluationConfig
 from baton.training.config_checks import with_vocabulary
+from baton.training.evaluation.config import EvaluationConfig
 from baton.training.lr_schedule import learning_rates
 from baton.training.monitoring.metrics import read_metrics
 from baton.training.run import RunSettings

@@ -34,9 +34,10 @@ from baton.models.lm import LanguageModel
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.parallel.context_parallel import ContextLink, add_gather
 from baton.parallel.param_layout import initialize_parameters
-from baton.training.config import BpttConfig, EvaluationConfig
+from baton.training.config import BpttConfig
 from baton.training.config_checks import check_long_evaluation
 from baton.training.errors import RunError
+from baton.training.evaluation.config import EvaluationConfig
 from baton.training.evaluation.evaluate import evaluate, evaluate_task
 from baton.training.evaluation.long_context import LongRows, borders, evaluate_long
 from baton.training.monitoring.metrics import read_metrics

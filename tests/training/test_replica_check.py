@@ -19,8 +19,8 @@ from baton.training.callbacks.replica_check import ReplicaCheckCallback
 from baton.training.checkpoint.config import CheckpointConfig
 from baton.training.checkpoint.interval import CheckpointSchedule
 from baton.training.checkpoint.shard_boxes import optimizer_boxes
-from baton.training.config import EvaluationConfig
 from baton.training.errors import RunError
+from baton.training.evaluation.config import EvaluationConfig
 from baton.training.lr_schedule import learning_rates
 from baton.training.monitoring import replica_check
 from baton.training.run import RunProgress, RunSettings

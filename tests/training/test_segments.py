@@ -256,7 +256,11 @@ MANY = ("mamba", "bmojo", "lattice", "hybrid")
 
 @pytest.mark.parametrize(
     ("ranks", "pipeline", "exact", "truncated"),
-    [(2, 2, ("mamba", "bmojo"), ("mamba",)), *(pytest.param(n, n, MANY, MANY, marks=pytest.mark.long) for n in (1, 2))],
+    [
+        (1, 1, ("full_attention",), ()),
+        (2, 2, ("mamba", "bmojo", "full_attention"), ("mamba",)),
+        *(pytest.param(n, n, MANY, MANY, marks=pytest.mark.long) for n in (1, 2)),
+    ],
 )
 def test_recomputed_activations_and_micro_batches_change_nothing(pool, single_mesh, ranks, pipeline, exact, truncated):
     cases = [Case(mixer, 3, torch.float64, None, recompute="full", micro_batch_size=1) for mixer in exact]
