@@ -256,7 +256,7 @@ def test_the_run_directory_keeps_its_contract(inputs, interrupted):
     assert made["machine"]["cores"] >= 1
 
     # of a start on a CPU
-    chosen = config | {"training": config["training"] | {"recompute": "none", "cuda_graphs": False}}
+    chosen = config | {"training": config["training"] | {"recompute": "none", "cuda_graphs": False, "offload_kv": False}}
     assert (config["training"]["recompute"], config["training"]["cuda_graphs"]) == ("auto", "auto")
     lock, *attempts = sorted((folder / "attempts").iterdir())
     assert lock.name == ".lock"
