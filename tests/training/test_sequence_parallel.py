@@ -68,7 +68,12 @@ def steps(mesh, mixer, recompute="none", compute_dtype="float32"):
     train_state = build(model_for(mixer), config, mesh)
     gradients, update = [], train_state.engine.sum_gradients
 
-    lent = {name for name, _, layout in named_layouts(train_state.model) if layout.tied_replica}
+    lent = {
+        block.name
+        for name, _, layout in named_layouts(train_state.model)
+        if layout.tied_replica
+        for block in layout.shard_boxes(name, 0, 1)
+    }
 
     def summed(parameter):
         # what is lent has none: its owner has it
