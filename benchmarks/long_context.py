@@ -39,7 +39,9 @@ NEAR = 1e-3  # relative difference of losses and norms, bfloat16
 TIMEOUT_S = 90  # of a message between ranks
 
 
-def settings(sequence_length: int, segment: int | None, *, recompute: Recompute = "none") -> TrainingConfig:
+def settings(
+    sequence_length: int, segment: int | None, *, recompute: Recompute = "none", offload_kv: bool = False
+) -> TrainingConfig:
     bptt = None if segment is None else {"mode": "exact", "segment": segment}
     return TrainingConfig(
         steps=10,
@@ -47,28 +49,29 @@ def settings(sequence_length: int, segment: int | None, *, recompute: Recompute 
         global_batch_tokens=sequence_length,
         compute_dtype="bfloat16",
         recompute=recompute,
+        offload_kv=offload_kv,
         bptt=bptt,
         optimizer=OptimizerConfig(lr=1e-4),
     )
 
 
-def batch_of(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh) -> Batch[torch.Tensor]:
-    """Packed documents, this rank's spans of the segments."""
+def batch_of(model: ModelConfig, training: TrainingConfig, mesh: meshes.Mesh, documents: int) -> Batch[torch.Tensor]:
+    """Packed documents, as many in the sequence, this rank's spans of the segments."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.vocab_size or 0, (1, training.sequence_length + 1), generator=generator)
-    pos = torch.arange(training.sequence_length)[None] % (training.sequence_length // 2 + 1)
+    pos = torch.arange(training.sequence_length)[None] % -(-training.sequence_length // documents)
     parts = [tokens[:, :-1], tokens[:, 1:], pos]
     spans = [x.view(1, training.segments, mesh.layout.context, -1)[:, :, mesh.context_rank].reshape(1, -1) for x in parts]
     tokens, labels, pos = (x.contiguous().to(mesh.device) for x in spans)
     return Batch(tokens, labels, pos.to(torch.int32))
 
 
-def measure(train_state: TrainState, training: TrainingConfig, steps: int, warm: bool) -> dict[str, float] | None:
+def measure(train_state: TrainState, training: TrainingConfig, documents: int, steps: int, warm: bool) -> dict[str, float] | None:
     """Loss and norm, bytes at the peak, seconds per token; None: out of memory. Steps have a learning rate of 0, so that all begin
     with the same values. warm: whether this process has done such steps before, so that the first counts as well."""
     schedule = StepSchedule(training.segments, training.gradient_segments)
     executor = StepExecutor(train_state.model, train_state.engine, train_state.mesh, schedule=schedule)
-    batch, seconds = batch_of(train_state.model.config, training, train_state.mesh), []
+    batch, seconds = batch_of(train_state.model.config, training, train_state.mesh, documents), []
     torch.cuda.reset_peak_memory_stats()
     try:
         for n in range(max(1, steps + (not warm))):
@@ -84,7 +87,9 @@ def measure(train_state: TrainState, training: TrainingConfig, steps: int, warm:
     return found | ({"seconds": min(seconds) / training.sequence_length} if seconds else {})
 
 
-def rank_main(rank: int, ranks: int, folder: str, model: ModelConfig, trainings: list[TrainingConfig], steps: int) -> None:
+def rank_main(
+    rank: int, ranks: int, folder: str, model: ModelConfig, trainings: list[TrainingConfig], documents: int, steps: int
+) -> None:
     """One rank of a sequence group, one training after the other; the first rank writes what it found."""
     gpus = torch.cuda.device_count()
     if ranks > gpus:  # NCCL refuses two ranks of a host on one GPU
@@ -97,7 +102,7 @@ def rank_main(rank: int, ranks: int, folder: str, model: ModelConfig, trainings:
     train_state = build(model, trainings[0], mesh)
     found: list[Any] = []
     for training in trainings:
-        found.append(measure(train_state, training, steps, warm=bool(found)))
+        found.append(measure(train_state, training, documents, steps, warm=bool(found)))
         if found[-1] is None:  # a step that is broken off leaves States behind
             break
     if rank == 0:
@@ -105,10 +110,10 @@ def rank_main(rank: int, ranks: int, folder: str, model: ModelConfig, trainings:
     meshes.shutdown()
 
 
-def run(ranks: int, model: ModelConfig, trainings: list[TrainingConfig], steps: int) -> list[Any]:
+def run(ranks: int, model: ModelConfig, trainings: list[TrainingConfig], documents: int, steps: int) -> list[Any]:
     """What each training gives, in processes of their own: what runs out of memory leaves nothing behind."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (ranks, folder, model, trainings, steps), nprocs=ranks)
+        mp.spawn(rank_main, (ranks, folder, model, trainings, documents, steps), nprocs=ranks)
         found: list[Any] = json.loads(Path(folder, "found.json").read_text())
         return found
 
@@ -118,6 +123,8 @@ def main() -> None:
     parser.add_argument("--model", default="mamba-130m")
     parser.add_argument("--contexts", default="32768,131072")
     parser.add_argument("--segment", type=int, default=16384)
+    parser.add_argument("--documents", type=int, default=2, help="in a sequence")
+    parser.add_argument("--offload-kv", action="store_true", help="keys and values of earlier segments wait in the host's memory")
     parser.add_argument("--steps", type=int, default=3, help="steps timed, after one that warms up")
     parser.add_argument("--ranks", type=int, default=0, help="sequence ranks whose loss at the longest context is compared")
     parser.add_argument("--ranks-context", type=int, help="tokens of a sequence that the ranks then do by themselves")
@@ -126,18 +133,23 @@ def main() -> None:
     report = Report("long_context", device=f"{gpus} x {torch.cuda.get_device_name()}")
     model = ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{arguments.model}.yaml").read_text()))
     contexts = [int(n) for n in arguments.contexts.split(",")]
-    exacts, too_long = (
-        run(1, model, [settings(sequence_length, arguments.segment) for sequence_length in contexts], arguments.steps),
-        set(),
-    )
+    in_segments = [settings(length, arguments.segment, offload_kv=arguments.offload_kv) for length in contexts]
+    exacts, too_long = run(1, model, in_segments, arguments.documents, arguments.steps), set()
+    where = ", one document" if arguments.documents == 1 else ""
+    where += ", keys and values offloaded" if arguments.offload_kv else ""
     for sequence_length, exact in zip(contexts, exacts, strict=False):
         assert exact is not None, f"segments of {arguments.segment} do not fit"
+        report.say(
+            f"{arguments.model} {sequence_length}, exact{where}: {exact['bytes'] / 2**30:.2f} GiB, "
+            f"{exact['seconds'] * 1e6:.2f} us per token, loss {exact['loss']:.6f}"
+        )
+    for sequence_length, exact in zip(contexts, exacts, strict=False):
         for name, recompute in (("plain", "none"), ("plain, recomputed", "full")):
-            case = f"{arguments.model} {sequence_length}, {name}"
+            case = f"{arguments.model} {sequence_length}{where}, {name}"
             if name in too_long:
                 report.say(f"{case}: not tried, for less did not fit")
                 continue
-            (plain,) = run(1, model, [settings(sequence_length, None, recompute=recompute)], arguments.steps)
+            (plain,) = run(1, model, [settings(sequence_length, None, recompute=recompute)], arguments.documents, arguments.steps)
             if plain is None:
                 too_long.add(name)
                 report.say(f"{case}: out of memory; exact segments {exact['bytes'] / 2**30:.1f} GiB")
@@ -146,20 +158,18 @@ def main() -> None:
             report.gate(case, max(near.values()) <= NEAR, f"loss to {near['loss']:.1e}, norm to {near['norm']:.1e} <= {NEAR:g}")
             for metric, key, scale in (("peak GiB", "bytes", 2**-30), ("us per token", "seconds", 1e6)):
                 report.row(case, metric, exact[key] * scale, name, plain[key] * scale, gate=case, higher_is_better=False)
-        report.say(
-            f"{arguments.model} {sequence_length}, exact: {exact['bytes'] / 2**30:.2f} GiB, "
-            f"{exact['seconds'] * 1e6:.2f} us per token"
-        )
-    report.save()  # should the ranks below fail, this is not lost
+        report.save()  # should what is left fail, this is not lost
     if arguments.ranks:
-        (several,) = run(arguments.ranks, model, [settings(contexts[-1], arguments.segment)], 0)
+        (several,) = run(arguments.ranks, model, [settings(contexts[-1], arguments.segment)], arguments.documents, 0)
         case = f"{arguments.model} {contexts[-1]}, {arguments.ranks} sequence ranks"
         near = {key: abs(several[key] - exact[key]) / abs(exact[key]) for key in ("loss", "norm")}
         report.gate(case, max(near.values()) <= NEAR, f"loss to {near['loss']:.1e}, norm to {near['norm']:.1e} <= {NEAR:g}")
         report.row(case, "loss", several["loss"], "one rank", exact["loss"], gate=case, higher_is_better=False)
         if arguments.ranks_context:
             case = f"{arguments.model} {arguments.ranks_context}, {arguments.ranks} sequence ranks"
-            (longer,) = run(arguments.ranks, model, [settings(arguments.ranks_context, arguments.segment)], arguments.steps)
+            (longer,) = run(
+                arguments.ranks, model, [settings(arguments.ranks_context, arguments.segment)], arguments.documents, arguments.steps
+            )
             # tokens are random: whatever the context, an untrained model's mean loss is the same
             near = abs(longer["loss"] - exact["loss"]) / exact["loss"]
             report.gate(case, near <= NEAR, f"mean loss is that of {contexts[-1]} tokens to {near:.1e} <= {NEAR:g}")

@@ -64,7 +64,8 @@ def download(folder: Path) -> None:
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--python-version", "3.11"]
     subprocess.run([*pip, *platforms, "-d", str(folder), *WHEELS], check=True)
-    subprocess.run(["apt-get", "download", "-qq", KERNEL], cwd=folder, check=True)
+    if subprocess.run(["apt-get", "download", "-qq", KERNEL], cwd=folder, check=False).returncode:
+        raise SystemExit(f"apt-get does not find {KERNEL}: run `apt-get update`, or name a folder with the packages (--packages)")
 
 
 def texts(folder: Path) -> Iterator[str]:
