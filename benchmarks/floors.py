@@ -118,7 +118,8 @@ def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int, card: 
             heads, kv_heads = kind.head_counts(d)
             # queries and outputs, keys and values of tokens and of what fades; the same with gradients
             moved["scan"] += LOW * kind.head_dim * ((2 + 4) * heads + (4 + 8) * kv_heads)
-            multiplied += 3.5 * kind.costs(d).recurrence_flops(sequence_length)[0]
+            found = kind.costs(d).recurrence_flops(sequence_length)
+            multiplied += 3.5 * (found.matrix + found.attention)
         if isinstance(kind, GSAConfig):
             heads, kv_heads = kind.head_counts(d)
             width, kv_width = heads * kind.head_dim, kv_heads * kind.head_dim

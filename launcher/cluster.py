@@ -30,6 +30,13 @@ class MatmulRates(_Settings):
         gt=0, description="in float32 without TensorFloat-32; elementwise arithmetic is counted at this rate too"
     )
     share_in_passes: float = Field(1.0, gt=0, le=1, description="of these rates, what matrix products reach within a step")
+    share_in_attention: float = Field(
+        0.6,
+        gt=0,
+        le=1,
+        description="of these rates, what softmax attention's products reach, forwards and backwards; the default is that of "
+        "Hopper GPUs with long sequences",
+    )
 
 
 class Bandwidth(_Settings):

@@ -15,11 +15,18 @@ from baton.parallel.errors import LayoutError
 VECTOR_COST = 16
 """Cost of a FLOP outside the matrix units, which do 15 to 16 times as many in bfloat16 on A100 to H200."""
 
+ATTENTION_COST = 1.5
+"""Cost of a FLOP of softmax attention, whose kernels reach less of the matrix units' rate than projections do."""
+
 MATMUL_PASSES = 3
 """Matmuls of a projection in a training step: forward, the gradient of its input, the gradient of its weight."""
 
 RECURRENCE_PASSES = 4
 """Forward passes that a recurrence or the head costs: both are computed again in chunks for the backward pass."""
+
+ATTENTION_PASSES = 4.5
+"""Forward passes that softmax attention costs. Its backward pass has seven matrix products where the forward pass has two: the
+gradients of queries, and those of keys and values, compute the scores and their gradients each on their own."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +78,18 @@ def partition_layers(config: ModelConfig, count: int, sequence_length: int) -> t
 
 
 def layer_costs(config: ModelConfig, sequence_length: int) -> list[float]:
-    """The cost of each layer per token of a training step: FLOPs on matrix units, plus VECTOR_COST times the others."""
+    """The cost of each layer per token of a training step: FLOPs on matrix units, plus VECTOR_COST times the others, and
+    ATTENTION_COST times those of softmax attention."""
     by_name: dict[str, float] = {}
     for name, settings in config.mixers.items():
         try:
             costs = settings.costs(config.d_model)
         except ValueError as error:
             raise LayoutError(f"layout.pipeline: stages are cut by cost, and model.mixers.{name}: {error}") from None
-        matrix, vector = costs.recurrence_flops(sequence_length)
+        found = costs.recurrence_flops(sequence_length)
         matmuls = sum(2.0 * p.uses * p.numel for p in costs.parameters)
-        by_name[name] = MATMUL_PASSES * matmuls + RECURRENCE_PASSES * (matrix + VECTOR_COST * vector)
+        by_name[name] = MATMUL_PASSES * matmuls + RECURRENCE_PASSES * (found.matrix + VECTOR_COST * found.vector)
+        by_name[name] += ATTENTION_PASSES * ATTENTION_COST * found.attention
     return [sum(by_name[name] for name in layer) for layer in config.layers]
 
 

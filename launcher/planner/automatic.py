@@ -14,6 +14,7 @@ from baton.launcher.devices import Kind
 from baton.launcher.errors import ConfigError
 from baton.launcher.planner.memory import of_stages
 from baton.launcher.planner.slow_paths import slow_paths
+from baton.models.stages import ATTENTION_COST
 
 GIB = 1 << 30
 
@@ -135,7 +136,8 @@ def _seconds(config: RunConfig) -> float:
     except ConfigError:
         return 0.0
     work, copies = ASSUMED_MATMUL_TFLOPS * 1e12, ASSUMED_HOST_GB_S * 1e9
-    return max(one.operations().matrix / work + one.fetched / copies for one in counted)
+    done = [(one.operations(), one.fetched) for one in counted]
+    return max((found.matrix + ATTENTION_COST * found.attention) / work + fetched / copies for found, fetched in done)
 
 
 def _candidates(config: RunConfig, kind: Kind) -> Iterator[RunConfig]:

@@ -17,8 +17,8 @@ from baton.launcher.planner.operations import Operations
 from baton.launcher.planner.parameters import DTYPE_BYTES, StageParameters
 from baton.launcher.planner.parts import Memory
 from baton.models.config import SubBlocks, places
-from baton.models.settings.cost_model import MixerCosts
-from baton.models.stages import Stage, partition_layers, single_stage
+from baton.models.settings.cost_model import MixerCosts, RecurrenceFlops
+from baton.models.stages import ATTENTION_PASSES, RECURRENCE_PASSES, Stage, partition_layers, single_stage
 from baton.training.config import TrainingConfig
 
 
@@ -235,14 +235,15 @@ class Arithmetic(StageParameters):
     def operations(self) -> Operations:
         """Of one rank per optimizer step, surveys left out.
 
-        A matmul runs once forwards and twice backwards; a recurrence's chunks run again in backward as well.
+        A matmul runs once forwards and twice backwards; a recurrence's chunks run again in backward as well; attention's scores are
+        computed twice there.
         Memory: what forward keeps is written, read by what follows and read again in backward, and its gradient is written and
         read; of parameters the compute copy is read three times and a gradient made and added.
         """
         work, again = self.work, int(self.training.recompute == "full")
         tokens = work.tokens * self.passes
         matmuls = 2 * ((3 + again) * self._matmuls(head=False) + 3 * self._matmuls(head=True))
-        matrix, vector = self._recurrences
+        found = self._recurrences
         kept = self.activations(full_recompute=False) * (5 + 2 * again)
         weights = self._multiplied * (3 * work.compute_bytes + (12 if work.compute_bytes == 2 else 8))
         summed = 20 if self._bucket else 4  # gradients: read for their norm; before, copied to a bucket and back
@@ -252,18 +253,20 @@ class Arithmetic(StageParameters):
             + (6 * self._copied if work.compute_bytes == 2 else 0)
         )
         return Operations(
-            matrix=tokens * (matmuls + (4 + again) * matrix),
-            vector=tokens * (4 + again) * vector,
+            matrix=tokens * (matmuls + (RECURRENCE_PASSES + again) * found.matrix),
+            attention=tokens * (ATTENTION_PASSES + again) * found.attention,
+            vector=tokens * (RECURRENCE_PASSES + again) * found.vector,
             memory=self.passes * (kept + weights),
             update=update,
         )
 
     def surveying(self) -> Operations:
         """Of one rank per optimizer step: the layers of the surveyed segments, once forwards, without head and loss."""
-        tokens, (matrix, vector) = self.work.tokens * self.surveys, self._recurrences
+        tokens, found = self.work.tokens * self.surveys, self._recurrences
         return Operations(
-            matrix=tokens * (2 * self._matmuls(head=False) + matrix),
-            vector=tokens * vector,
+            matrix=tokens * (2 * self._matmuls(head=False) + found.matrix),
+            attention=tokens * found.attention,
+            vector=tokens * found.vector,
             # as in a forward pass, what a layer makes is written and read
             memory=self.surveys * (2 * self.activations(full_recompute=False) + self._multiplied * self.work.compute_bytes),
         )
@@ -274,10 +277,10 @@ class Arithmetic(StageParameters):
         return sum(p.uses * p.local_numel(self.tensor) for p in every if (p.name in names) is head)
 
     @property
-    def _recurrences(self) -> tuple[float, float]:
-        """FLOPs of this rank's recurrences per token and forward pass, on matrix units and on other units."""
+    def _recurrences(self) -> RecurrenceFlops:
+        """Of this rank's sub-blocks per token and forward pass."""
         flops = [block.recurrence_flops(self.training.sequence_length) for block in self.every_block]
-        return sum(matrix for matrix, _ in flops) / self.tensor, sum(vector for _, vector in flops) / self.tensor
+        return RecurrenceFlops(*(sum(kind) / self.tensor for kind in zip(*flops, strict=True)))
 
     def useful_flops(self) -> float:
         """Model FLOPs per token of the stage over all tensor ranks: matmuls and recurrences, once forward and twice backward."""

@@ -229,10 +229,11 @@ class Plan:
         if self.speed is not None:
             yield "time per step, estimated, nothing overlapped, no waiting" + (" but for stages" if len(self.stages) > 1 else "")
             label = {"matrix": "matrix products", "elementwise": "elementwise arithmetic", "memory": "memory traffic"}
+            label["attention"] = "matrix products of softmax attention"
             label["eager"] = "PyTorch's operators where no kernel is"
             label["fetch"] = "keys and values from the host"
-            shown = {"bubble": len(self.stages) > 1, "eager": self.speed.eager > 0, "fetch": self.speed.fetch > 0}
-            for name in ("matrix", "elementwise", "memory", "eager", "exchange", "fetch", "bubble", "step"):
+            shown = {"bubble": len(self.stages) > 1} | {x: getattr(self.speed, x) > 0 for x in ("attention", "eager", "fetch")}
+            for name in ("matrix", "attention", "elementwise", "memory", "eager", "exchange", "fetch", "bubble", "step"):
                 if shown.get(name, True):
                     yield f"  {label.get(name, name):<44}{getattr(self.speed, name):>11.3f} s"
             yield f"  {self.speed.tokens_per_second:,.0f} tokens/s, {self.speed.utilisation:.0%} of the matrix rate"

@@ -3,7 +3,8 @@
 Nothing overlaps, and nothing waits: not for kernels to start, for messages to arrive, nor for a recurrence's steps that follow one
 another. An estimate is what good kernels and long sequences approach. On one and four H200s, steps of Mamba and GSA at 1.3B with
 16,384 tokens a micro-batch took 0.95 to 1.15 times as long as estimated (benchmarks/results/scaling.json, with which
-tests/launcher/test_plan_command.py compares); two of the clusters' rates were set by them. Where the GPU waits for the host, with
+tests/launcher/test_plan_command.py compares); two of the clusters' rates were set by them. A third, softmax attention's, was set by
+full attention over 65,536 and 1,048,576 tokens (full_attention.json, long_context.json). Where the GPU waits for the host, with
 2,048 tokens, a step took four times as long.
 """
 
@@ -22,17 +23,18 @@ UNCERTAINTY = (
 )
 
 
-_Seconds = tuple[float, float, float, float, float, float]
+_Seconds = tuple[float, float, float, float, float, float, float]
 
 
 @dataclass(frozen=True)
 class Speed:
     """Seconds of one optimizer step by what they go into on the slowest stage; bubble: in which it waits for the others; tokens per
     second of all ranks; the share of the matmul rate that the model's own arithmetic (without what is computed again) is worth.
-    eager: recurrences without a kernel, which PyTorch's operators compute (launcher.planner.slow_paths). fetch: copies of keys and
-    values from the host, where they are offloaded."""
+    attention: softmax attention's matrix products. eager: recurrences without a kernel, which PyTorch's operators compute
+    (launcher.planner.slow_paths). fetch: copies of keys and values from the host, where they are offloaded."""
 
     matrix: float
+    attention: float
     elementwise: float
     memory: float
     eager: float
@@ -44,7 +46,7 @@ class Speed:
 
     @property
     def step(self) -> float:
-        return self.matrix + self.elementwise + self.memory + self.eager + self.exchange + self.fetch + self.bubble
+        return self.matrix + self.attention + self.elementwise + self.memory + self.eager + self.exchange + self.fetch + self.bubble
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,10 @@ def _stage_seconds(arithmetic: Arithmetic, rate: float, cluster: Cluster) -> tup
     """Seconds of a stage's ranks in Speed's order without waiting, and those of its passes, for which other stages wait."""
     sent = exchanges(arithmetic).values()
 
-    def seconds(work: Operations) -> tuple[float, float, float]:
-        bandwidth = cluster.memory_bandwidth_tb_s * 1e12
-        matrix = work.matrix / (rate * cluster.matmul_tflops.share_in_passes)
-        return matrix, work.vector / (cluster.matmul_tflops.float32 * 1e12), work.memory / bandwidth
+    def seconds(work: Operations) -> tuple[float, float, float, float]:
+        bandwidth, rates = cluster.memory_bandwidth_tb_s * 1e12, cluster.matmul_tflops
+        products = work.matrix / (rate * rates.share_in_passes), work.attention / (rate * rates.share_in_attention)
+        return *products, work.vector / (rates.float32 * 1e12), work.memory / bandwidth
 
     def sending(*, once: bool, survey: bool) -> float:
         these = [one for one in sent if one.once is once and one.survey is survey]
@@ -123,10 +125,10 @@ def _stage_seconds(arithmetic: Arithmetic, rate: float, cluster: Cluster) -> tup
     work = arithmetic.operations()
     own, surveyed = seconds(work), seconds(arithmetic.surveying())
     each = sending(once=False, survey=False)
-    matrix, elementwise, memory = (a + b for a, b in zip(own, surveyed, strict=True))
+    matrix, attention, elementwise, memory = (a + b for a, b in zip(own, surveyed, strict=True))
     exchange = each + sending(once=False, survey=True) + sending(once=True, survey=False)
     eager = sum(seconds_by_mixer(arithmetic, cluster.memory_bandwidth_tb_s).values()) if arithmetic.work.gpu else 0.0
     # the update and its communication wait for no other stage; surveys are synchronous with the forward passes
     update = work.update / (cluster.memory_bandwidth_tb_s * 1e12)
     fetch = arithmetic.fetched / (cluster.bandwidth_gb_s.to_host * 1e9)
-    return (matrix, elementwise, memory + update, eager, exchange, fetch), sum(own) + eager + each + fetch
+    return (matrix, attention, elementwise, memory + update, eager, exchange, fetch), sum(own) + eager + each + fetch

@@ -10,7 +10,7 @@ All widths are global, over all tensor ranks. "compute" is training.compute_dtyp
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baton.models.settings.all_reduces import AllReduce, all_reduces_of
 from baton.models.settings.declarations import Dtype, ParameterDeclaration, StateDeclaration, prefixed
@@ -304,16 +304,24 @@ class MixerCosts:
         """Bytes of attention masks: a bool and an element of the compute dtype for each causal pair of tokens."""
         return work.batch * work.length * (work.length + 1) // 2 * (1 + work.compute_bytes) if self.masks and not work.gpu else 0
 
-    def recurrence_flops(self, sequence_length: int) -> tuple[float, float]:
-        """FLOPs per token and forward pass, on matrix units and on other units, where each sequence is one document."""
-        pairs = 0.0
+    def recurrence_flops(self, sequence_length: int) -> "RecurrenceFlops":
+        """FLOPs per token and forward pass, where each sequence is one document."""
+        attention = 0.0
         for width, window in self.attended:
             if window is None or window >= sequence_length:
                 seen = (sequence_length + 1) / 2
             else:
                 seen = window - window * (window - 1) / (2 * sequence_length)
-            pairs += 4 * width * seen
-        return self.matrix_flops + pairs, float(self.vector_flops)
+            attention += 4 * width * seen
+        return RecurrenceFlops(float(self.matrix_flops), attention, float(self.vector_flops))
+
+
+class RecurrenceFlops(NamedTuple):
+    """FLOPs of sub-blocks beside their projections: on matrix units in recurrences and in softmax attention, and on other units."""
+
+    matrix: float = 0.0
+    attention: float = 0.0
+    vector: float = 0.0
 
 
 def saved_by_norm(name: str, width: int, *, rows: int) -> tuple[SavedTensor, ...]:

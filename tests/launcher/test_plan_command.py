@@ -401,6 +401,40 @@ def test_measured_steps_are_of_every_layout():
     assert names == {"data", "context", "tensor", "sequence_parallel", "pipeline"}
 
 
+LONG = {
+    row["metric"]: row["ours"]
+    for row in json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "long_context.json").read_text())
+    if row["case"] == "gated-delta-net-hybrid-1.3b 1048576, one document, keys and values offloaded, exact"
+}
+"""Of benchmarks/long_context.py on an H200."""
+
+
+def test_a_step_of_a_million_tokens_is_as_planned(tmp_path):
+    """Full attention is nearly all of it, and keys and values come from the host: time within 15 %, memory within 10 %."""
+    length = 1048576
+    values = {
+        "name": "measured",
+        "model": "gated-delta-net-hybrid-1.3b",
+        "data": {"path": "shards", "tokenizer": "tokenizer.model"},
+        "training": {
+            "steps": 10,
+            "sequence_length": length,
+            "global_batch_tokens": length,
+            "recompute": "none",
+            "cuda_graphs": False,
+            "offload_kv": True,
+            "bptt": {"mode": "exact", "segment": 16384},
+            "optimizer": {"lr": 1e-4},
+        },
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    found = make_plan(load(tmp_path / "run.yaml", []), load_cluster("h200"))
+    assert found.speed.attention > 0.8 * found.speed.step
+    assert found.speed.fetch > 0
+    assert found.speed.step == pytest.approx(LONG["seconds a step"], rel=0.15)
+    assert found.stages[0].memory.peak / 2**30 == pytest.approx(LONG["peak GiB"], rel=0.1)
+
+
 def test_a_cluster_of_ones_own(plan, tmp_path):
     path = tmp_path / "ours.yaml"
     values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": 18}

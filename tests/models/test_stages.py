@@ -74,16 +74,16 @@ def slowest_of(config, stages, sequence_length):
     return max(sum(costs[n] for n in stage.layers) + head * stage.last for stage in stages)
 
 
-@pytest.mark.parametrize("window", [2048, None])
-def test_a_hybrid_is_cut_by_cost_not_by_count(window):
+@pytest.mark.parametrize(("window", "length"), [(2048, 65536), (None, 32768)])
+def test_a_hybrid_is_cut_by_cost_not_by_count(window, length):
     """Every eighth layer of the shipped hybrid is attention and an MLP, which a long context makes dearer than a Mamba layer."""
     config = shipped("hybrid-130m", mixers={"attention": {"window": window}})
-    costs = layer_costs(config, 65536)
+    costs = layer_costs(config, length)
     assert costs[7] == costs[15] == costs[23] > 1.1 * costs[0]
-    found = partition_layers(config, 6, 65536)
+    found = partition_layers(config, 6, length)
     by_count = [Stage(n, 6, range(4 * n, 4 * n + 4)) for n in range(6)]
     assert [len(stage.layers) for stage in found] != [4] * 6
-    assert slowest_of(config, found, 65536) < 0.85 * slowest_of(config, by_count, 65536)
+    assert slowest_of(config, found, length) < 0.85 * slowest_of(config, by_count, length)
 
 
 def test_a_long_context_moves_the_cut_towards_attention():
