@@ -1,7 +1,7 @@
 """Families of mixers beside each other on real text: models of equal size, the same tokens, the same recipe.
 
 Each model has 130 million parameters (the gate: within 2 %), as many layers or as wide an MLP as that takes, and learns the same
-100 million tokens of source code and documentation (shoot_out_text.py), in windows of 2048 tokens. The learning rate is the better
+100 million tokens of source code and documentation (shoot_out_text.py), in windows of 2048 tokens. The learning rate is the best
 one of a sweep of short runs; all else is the same for all. After the last step the held-out text, recall, needles, decoding and the
 size of the State are measured. Each family has a record, `results/shoot_out/NAME.json`, with its whole curve; shoot_out_page.py
 makes docs/shoot-out.md and its pictures of all records.
@@ -9,12 +9,13 @@ makes docs/shoot-out.md and its pictures of all records.
     python benchmarks/shoot_out_text.py TEXT
     python benchmarks/shoot_out.py --text TEXT --folder FOLDER --only mamba,transformer [--tiny]
     python benchmarks/shoot_out.py --text TEXT --folder FOLDER --speed [--only mamba]
+    python benchmarks/shoot_out.py --text TEXT --folder FOLDER --rates [--only mamba]
     python benchmarks/shoot_out.py --sizes
     python benchmarks/shoot_out_page.py
 
 Families may run at once on GPUs of their own (CUDA_VISIBLE_DEVICES) in one folder, once the text is prepared there. What was
 interrupted goes on when the same command is given again. --speed repeats the sweep of families that have a record, and measures
-their speed anew. --tiny: two layers of 256 channels and 12 steps, also on a CPU, to see that the program runs; the records go to
+their speed anew; --rates adds what a record's sweep lacks. --tiny: two layers of 256 channels and 12 steps, also on a CPU, to see that the program runs; the records go to
 FOLDER.
 """
 
@@ -75,7 +76,7 @@ WITHOUT_MLP: dict[str, dict[str, Any]] = {
 }
 """Layers of a mixer alone, as many as the parameters allow; the settings are those of configs/models at this width."""
 FAMILIES = {**WITH_MLP, **WITHOUT_MLP}
-RATES = (1e-3, 3e-3)
+RATES = (5e-4, 1e-3, 3e-3)
 SWEEP_STEPS = 60
 LENGTH, BATCH, TOKENS = 2048, 65536, 100_007_936
 RECALL_BEHIND = 512
@@ -204,15 +205,18 @@ class ShootOut:
         record = {"family": name, "parameters": parameters(model_of(name, self.tiny)), "model": model_of(name, self.tiny)}
         return record | found | {"curve": curve_of(rows)} | self._measured(name)
 
-    def sweep(self, name: str) -> dict[str, Any]:
-        """Losses of short runs, the better rate, and the speed of its run."""
-        runs = {rate: self.train(f"{name}-{rate:g}", name, self.size.sweep, rate) for rate in RATES}
-        losses = {rate: last_loss(rows) for rate, rows in runs.items()}
+    def sweep(self, name: str, known: dict[str, float] | None = None) -> dict[str, Any]:
+        """Losses of short runs, the best rate, and the speed of its run. known: losses by rate, which are not measured again."""
+        asked = [rate for rate in RATES if f"{rate:g}" not in (known or {})]
+        runs = {rate: self.train(f"{name}-{rate:g}", name, self.size.sweep, rate) for rate in asked}
+        losses = {float(rate): loss for rate, loss in (known or {}).items()} | {
+            rate: last_loss(rows) for rate, rows in runs.items()
+        }
         rate = min(losses, key=lambda rate: losses[rate])
         if not math.isfinite(losses[rate]):
             raise SystemExit(f"{name}: every run of the sweep failed; see {self.log}")
-        speed = speed_of(runs[rate]) | self.report.provenance
-        return {"rate": rate, "sweep": {f"{rate:g}": loss for rate, loss in losses.items()}, "speed": speed}
+        found = {"rate": rate, "sweep": {f"{rate:g}": losses[rate] for rate in sorted(losses)}}
+        return found | ({"speed": speed_of(runs[rate]) | self.report.provenance} if rate in runs else {})
 
     def _measured(self, name: str) -> dict[str, Any]:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -315,6 +319,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="of data and runs")
     parser.add_argument("--only", default=",".join(FAMILIES), help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("--speed", action="store_true", help="repeat only the sweep, and measure the speed of training anew")
+    parser.add_argument("--rates", action="store_true", help="add learning rates that the sweeps of families with a record lack")
     parser.add_argument("--sizes", action="store_true", help="only show the models' sizes")
     parser.add_argument("--tiny", action="store_true", help="try the program on sizes that mean nothing")
     arguments = parser.parse_args()
@@ -335,9 +340,9 @@ def main() -> None:
     text = json.loads((arguments.text / "text.json").read_text())
     for name in families:
         file = out / f"{name}.json"
-        if arguments.speed:
+        if arguments.speed or arguments.rates:
             record = json.loads(file.read_text())
-            found = shoot_out.sweep(name)
+            found = shoot_out.sweep(name, None if arguments.speed else record["sweep"])
             if found["rate"] != record["rate"]:
                 raise SystemExit(
                     f"{name}: {found['sweep']} asks for another rate than the record's {record['rate']}; train it again"

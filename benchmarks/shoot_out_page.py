@@ -22,8 +22,8 @@ State, KiB; commits of loss and speed
 PAGE = """# Families beside each other on real text
 
 Models of 130 million parameters (to 2 %) learn the same {tokens} million tokens, in windows of 2048, with the same recipe: AdamW,
-betas 0.9 and 0.95, decay 0.1, steps of 65,536 tokens, warmup and cosine to a tenth, the better learning rate of 1e-3 and 3e-3 by
-the loss of a run of 60 steps. A mixer that its paper has with an MLP has one here, of 16 layers in all, as wide as the parameters
+betas 0.9 and 0.95, decay 0.1, steps of 65,536 tokens, warmup and cosine to a tenth, the best learning rate of a few by the
+loss of runs of 60 steps (below). A mixer that its paper has with an MLP has one here, of 16 layers in all, as wide as the parameters
 allow; Mamba, Mamba-2, Longhorn and B'MOJO are stacks of the mixer alone, as deep as they allow. One run each, on {devices}.
 
 The text is {documents:,} files, {bytes:,} bytes, of source code and documentation out of packages of Debian and PyPI, which a
@@ -76,7 +76,7 @@ def cells(record: dict[str, Any]) -> list[str]:
     return [
         record["family"],
         f"{record['parameters'] / 1e6:.1f}",
-        f"{record['rate']:g}",
+        f"{record['rate']:g} of {', '.join(record['sweep'])}",
         f"{last['loss']:.4f}",
         f"{last['bits_per_byte']:.4f}",
         f"{record['speed']['tokens_per_s']:,.0f}",
