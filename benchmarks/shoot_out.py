@@ -15,8 +15,8 @@ makes docs/shoot-out.md and its pictures of all records.
 
 Families may run at once on GPUs of their own (CUDA_VISIBLE_DEVICES) in one folder, once the text is prepared there. What was
 interrupted goes on when the same command is given again. --speed repeats the sweep of families that have a record, and measures
-their speed anew; --rates adds what a record's sweep lacks. --tiny: two layers of 256 channels and 12 steps, also on a CPU, to see that the program runs; the records go to
-FOLDER.
+their speed, and that of decoding, anew; --rates adds what a record's sweep lacks. --tiny: two layers of 256 channels and 12 steps,
+also on a CPU, to see that the program runs; the records go to FOLDER.
 """
 
 import argparse
@@ -218,10 +218,19 @@ class ShootOut:
         found = {"rate": rate, "sweep": {f"{rate:g}": losses[rate] for rate in sorted(losses)}}
         return found | ({"speed": speed_of(runs[rate]) | self.report.provenance} if rate in runs else {})
 
-    def _measured(self, name: str) -> dict[str, Any]:
+    def decoded(self, run: str) -> dict[str, Any]:
+        """Speed of decoding with a run's last checkpoint."""
+        return decoding(self._loaded(run), self._held(), self.size)
+
+    def _loaded(self, run: str) -> LoadedModel:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        loaded = load_checkpoint(find_checkpoint(self.folder / name, None), device)
-        held = list(documents(Dataset.open(self.data / "shards"), "validation"))
+        return load_checkpoint(find_checkpoint(self.folder / run, None), device)
+
+    def _held(self) -> list[str]:
+        return list(documents(Dataset.open(self.data / "shards"), "validation"))
+
+    def _measured(self, name: str) -> dict[str, Any]:
+        loaded, held = self._loaded(name), self._held()
         found = recall(loaded, held, self.size)
         found |= decoding(loaded, held, self.size)
         del loaded
@@ -348,6 +357,8 @@ def main() -> None:
                     f"{name}: {found['sweep']} asks for another rate than the record's {record['rate']}; train it again"
                 )
             record |= found
+            if arguments.speed:
+                record |= shoot_out.decoded(f"{name}-{found['rate']:g}")
         else:
             record = report.provenance | shoot_out.family(name) | {"text": text}
         file.write_text(json.dumps(record, indent=1) + "\n")

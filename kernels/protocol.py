@@ -271,6 +271,12 @@ class GatheredRecurrence(Recurrence):
         """Gradients of queries and gathered inputs for the gradient dy of `attend`'s outputs y."""
 
     @abstractmethod
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        """Outputs of one token a sequence, [batch, 1, ...], without gradients. What grows in the State has room: the rows of the
+        tokens of the document read first, which are as many as `seen` or pos says, then free rows, the first of which this token's
+        is written to. pos None: no token starts a document."""
+
+    @abstractmethod
     def span_state(self, inputs: Inputs, pos: Tensor | None) -> State:
         """What a span of tokens adds to the State."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.kernels.common.attention_tails import new_tails, seen_after
+from baton.kernels.common.attention_tails import masked_attention, new_tails, seen_after
 from baton.kernels.common.example_inputs import randn
 from baton.kernels.protocol import GatheredRecurrence, Inputs, Recurrence, State, StateSpec
 from baton.kernels.window_attention.op import full_attention_backward, full_attention_forward, window_attention
@@ -97,6 +97,25 @@ class FullAttention(WindowAttention, GatheredRecurrence):
     @property
     def name(self) -> str:  # type: ignore[override]
         return f"full_attention{self._variant}"
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        (q, k, v), sinks = _parted(inputs)
+        read = state["seen"] if pos is None else torch.minimum(state["seen"], pos[:, 0])
+        for name, x in (("k", k), ("v", v)):
+            state[name].scatter_(1, read[:, None, None, None].expand_as(x), x.to(state[name].dtype))
+        keys, values = (state[name].to(q.dtype) for name in ("k", "v"))
+        batch, _, heads, dim = q.shape
+        groups = k.shape[2]
+
+        def rows(x: Tensor) -> Tensor:
+            """Heads that share keys as queries of one head: [batch, heads / key heads, key heads, ...]."""
+            return x.reshape(batch, groups, heads // groups, *x.shape[3:]).transpose(1, 2)
+
+        mask = (torch.arange(keys.shape[1], device=q.device) <= read[:, None])[:, None].expand(-1, heads // groups, -1)
+        given = () if sinks is None else (rows(sinks),)
+        y = masked_attention(rows(q), keys, values, mask, dim**-0.5, *given, soft_cap=self.soft_cap)
+        state["seen"].copy_(read + 1)
+        return y.transpose(1, 2).reshape(batch, 1, heads, dim), state
 
     def attend(self, queries: Inputs, gathered: Inputs, pos: Tensor | None) -> tuple[Tensor, Inputs]:
         (q, *sinks), (k, v) = queries, gathered

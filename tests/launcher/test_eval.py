@@ -17,7 +17,7 @@ import baton
 from baton.launcher import evaluate_model
 from baton.launcher.cli import main
 from baton.launcher.cli.evaluate import check_evaluations
-from baton.training.evaluation import generation, long_context_scores, windows
+from baton.training.evaluation import generation, long_context_scores, prompts, windows
 from baton.training.monitoring import evaluation_tensorboard
 
 TEXTS = ["def main(args):\n    return 0\n", "import os, sys\n", "class A:\n    x = 1\n\n    def f(self):\n        return self.x\n"]
@@ -313,7 +313,7 @@ def test_requests_are_answered_as_lm_evals_own_backend_answers_them(harness, the
 
     root, *_ = harness
     monkeypatch.setattr(lm_harness, "SCORED_TOKENS", 7)
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", 7)
+    monkeypatch.setattr(prompts, "PREFILL_TOKENS", 7)
     ours = lm_harness.HarnessModel(baton.load(root / "model", device="cpu"), batch=5)
 
     def ask(kind, *arguments):

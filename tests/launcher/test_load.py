@@ -18,7 +18,8 @@ from baton.models.config import ModelConfig
 from baton.models.library import language_model
 from baton.training.errors import CheckpointError, RunError
 from baton.training.evaluation import loaded_model
-from baton.training.evaluation.generation import PREFILL_TOKENS, Sampling, choose, generate
+from baton.training.evaluation.generation import Sampling, choose, generate
+from baton.training.evaluation.prompts import PREFILL_TOKENS
 
 PROMPTS = ["", "def main(", "import os\nimport sys\n\n\nclass A:\n    x = 1\n", "x", "return self"]
 
@@ -168,7 +169,7 @@ def test_ids_outside_the_vocabulary_are_refused(loaded):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_state_that_grows_or_is_cut_is_that_of_the_prompt_alone(window, monkeypatch):
-    monkeypatch.setattr("baton.training.evaluation.generation.PREFILL_TOKENS", 8)
+    monkeypatch.setattr("baton.training.evaluation.prompts.PREFILL_TOKENS", 8)
     attention = {"kind": "attention", "head_dim": 8, "heads": 2, "window": window}
     values = {"d_model": 16, "n_layers": 2, "vocab_size": 40, "pattern": ["attention"], "mixers": {"attention": attention}}
     model = language_model(ModelConfig(**values))

@@ -50,6 +50,7 @@ OPTIONS = {
         }
     },
     "full_attention": {"attention": {"window": None, "sinks": True, "score_soft_cap": 0.5}, "longhorn": {}},
+    "whole": {"attention": {"window": None}},
     "deltas": {"delta_net": {}, "gated_delta_net": {}},
     "decays": {"gla": {}, "retnet": {}},
     "gates": {"gsa": {}, "hgrn2": {}},

@@ -353,6 +353,16 @@ class Recorder:
         pass
 
 
+@torch.no_grad()
+def decode(model):
+    ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
+    states = model(ids, pos)[1]
+    draws = torch.empty(2, 9, dtype=torch.float64, device=META)
+    decoding = _Decoding(model, states, [64, 64], draws, Sampling(0.9, 5, 0.9), 64, None)
+    with Watched():
+        decoding._run()
+
+
 seen = []
 ALONE, comms = LayoutConfig(), ["ring", "all_gather"]
 FORMS = [{}, {"recompute": "full"}, {"recompute": "selective"}]
@@ -388,14 +398,15 @@ for name, settings, (changes, layout) in (
         with fused_grad_accumulation():
             schedule = StepSchedule(config.segments, config.gradient_segments)
             CudaGraphs(built, Recorder).runner([Batch(ids, ids, pos, (0, 1))], 1.0, schedule, lanes)
-        if changes == {} and layout == ALONE and not settings.small().state_grows:  # and a step of decoding
-            with torch.no_grad():
-                states = built(ids, pos)[1]
-                draws = torch.empty(2, 9, dtype=torch.float64, device=META)
-                decoding = _Decoding(built, states, pos[:, -1].clone(), draws, Sampling(0.9, 5, 0.9), 64, None)
-                with Watched():
-                    decoding._run()
+        if changes == {} and layout == ALONE:  # and a step of decoding
+            decode(built)
         meshes.shutdown()
+whole = {"attention": kinds()["attention"].small().model_copy(update={"window": None})}
+with compiling(Target(90)):
+    mesh = meshes.initialize(ALONE, device=META, rank=0, store=FakeStore())
+    model = ModelConfig(d_model=SMALL_WIDTH, n_layers=1, vocab_size=64, pattern=["attention"], mixers=whole)
+    decode(build_model(model, TrainingConfig(**values, optimizer={"lr": 1e-3}), META, mesh))
+    meshes.shutdown()
 print("\\n".join(seen))
 seen.clear()
 with Watched():

@@ -12,9 +12,12 @@ from baton.models.library import language_model
 from baton.models.settings import kinds
 from baton.parallel.cast_weights import drop_cast_weights
 from baton.training.errors import RunError
-from baton.training.evaluation.generation import Sampling, StepRecorder, generate, read_prompts
+from baton.training.evaluation import prompts as prompts_module
+from baton.training.evaluation.generation import Sampling, StepRecorder, generate
+from baton.training.evaluation.prompts import Room, leaves_that_grow, read_prompts
 
 LENGTHS = (5, 17, 1, 9, 17, 3)
+MODELS = [*(kind for kind in kinds() if kind != "swiglu"), "full_attention", "whole"]
 
 
 def prompts_of(lengths=LENGTHS):
@@ -22,7 +25,7 @@ def prompts_of(lengths=LENGTHS):
     return [torch.randint(61, (length,), generator=g).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in kinds() if kind != "swiglu"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_the_states_of_prompts_read_together_are_those_of_each_alone(kind):
     model, prompts = language_model(model_of(kind), seed=2), prompts_of()
     hidden, states = read_prompts(model, prompts)
@@ -34,13 +37,31 @@ def test_the_states_of_prompts_read_together_are_those_of_each_alone(kind):
         for layer, state in expected.items():
             for name, leaf in state.items():
                 found = states[layer][name][row]
+                if (layer, name) in leaves_that_grow(model):  # a row for each token, the last ones
+                    assert not found[: -len(prompt)].any()
+                    found = found[-len(prompt) :]
                 if leaf.is_floating_point():
                     assert relative_error(found, leaf[0]) <= 1e-5, (layer, name)
                 else:
                     assert torch.equal(found, leaf[0])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in kinds() if kind != "swiglu"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_prompts_read_together_are_gone_on_with(kind):
+    model, prompts = language_model(model_of(kind), seed=2), prompts_of()
+    rest = torch.tensor(prompts_of((7,) * len(prompts)))
+    with torch.no_grad():
+        _, states = read_prompts(model, prompts)
+        pos = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)[:, None] + torch.arange(7, dtype=torch.int32)
+        for piece in (slice(4), slice(4, 7)):
+            hidden, states = model(rest[:, piece], pos[:, piece], states)
+        for row, prompt in enumerate(prompts):
+            ids = torch.tensor([[*prompt, *rest[row].tolist()]])
+            expected, _ = model(ids, torch.arange(ids.shape[1], dtype=torch.int32)[None])
+            assert relative_error(hidden[row], expected[0, -3:]) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_tokens_that_write_over_their_states_are_those_of_the_whole_sequence(kind):
     """A mixer that reads a State twice reads it before it is written."""
     model = language_model(model_of(kind), seed=2)
@@ -49,6 +70,7 @@ def test_tokens_that_write_over_their_states_are_those_of_the_whole_sequence(kin
     with torch.no_grad():
         expected, _ = model(tokens, pos)
         _, states = model(tokens[:, :5], pos[:, :5])
+        states = Room(leaves_that_grow(model), [5, 5], 5).of_prompts(states)
         for t in range(5, 9):
             context = replace(model.forward_context, overwrite_states=True)
             found, states = model.through_stages(tokens[:, t : t + 1], pos[:, t : t + 1], states, context)
@@ -92,7 +114,7 @@ class Again:
 made = []
 
 
-@pytest.mark.parametrize("kind", [kind for kind, of in kinds().items() if kind != "swiglu" and not of.small().state_grows])
+@pytest.mark.parametrize("kind", MODELS)
 def test_recorded_steps_are_steps(kind):
     """Rows that have ended are carried along until half of them are left, for which steps are recorded anew."""
     model, prompts = language_model(model_of(kind), seed=2), prompts_of()
@@ -104,6 +126,48 @@ def test_recorded_steps_are_steps(kind):
     assert generate(model, prompts, **words, recorder=StepRecorder(Again)) == expected
     assert [(one.warmed, one.held) for one in made] == [(1, False)] * 2 + [(1, True)]
     assert sum(one.replays for one in made) == 29 - 3
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "whole"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_full_attention_writes_what_reading_all_again_would(kind, recorded, monkeypatch):
+    """Room for keys and values is used up three times, and rows end before that."""
+    monkeypatch.setattr(prompts_module, "_ROOM", 4)
+    monkeypatch.setattr(prompts_module, "_ROWS", 3)
+    model, prompts = language_model(model_of(kind), seed=2), prompts_of()
+    expected = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(60):
+            with torch.no_grad():
+                hidden, _ = model(torch.tensor([ids]), torch.arange(len(ids), dtype=torch.int32)[None])
+                ids.append(model.logits(hidden[0, -1])[:61].argmax().item())
+        expected.append(ids[len(prompt) :])
+    made.clear()
+    words = {"tokens": 60, "vocab_size": 61, "stop": None, "sampling": Sampling(0)}
+    recorder = StepRecorder(Again) if recorded else None
+    assert generate(model, prompts, **words, recorder=recorder) == expected
+    assert len(made) == (4 if recorded else 0)
+    found = generate(model, prompts, **words, recorder=recorder, ended=lambda row, ids: len(ids) == (60, 5, 3, 12, 7, 18)[row])
+    assert found == [ids[:n] for ids, n in zip(expected, (60, 5, 3, 12, 7, 18), strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "whole"])
+def test_room_for_keys_is_used_again_by_a_batch_that_fits(kind):
+    model, words = language_model(model_of(kind), seed=2), {"vocab_size": 61, "stop": None, "sampling": Sampling(0.9)}
+    made.clear()
+    recorder = StepRecorder(Again)
+
+    def writes(prompts, tokens, recordings):
+        expected = generate(model, prompts, tokens=tokens, **words)
+        assert generate(model, prompts, tokens=tokens, **words, recorder=recorder) == expected
+        assert len(made) == recordings
+
+    writes(prompts_of((40, 3)), 30, 1)
+    writes(prompts_of((2, 7)), 30, 1)
+    writes(prompts_of((40, 100)), 30, 2)
+    writes(prompts_of((1, 1)), 129, 2)
+    writes(prompts_of((1, 1)), 300, 3)
 
 
 def test_a_recorded_step_is_used_again_by_a_batch_of_as_many_rows():

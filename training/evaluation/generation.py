@@ -1,7 +1,5 @@
-"""Generates text with the recurrent step: constant memory and time per token for a context of any length.
-
-Prompts of unequal length share a batch without padding: all rows are read up to the end of the shortest prompt, the others go on to
-the end of the next longer one, and so on. So each State is that of the prompt alone.
+"""Generates text with the recurrent step: constant memory and time per token for a context of any length, except where full
+attention reads the keys and values of all tokens before. Prompts of unequal length share a batch without padding (prompts.py).
 """
 
 import math
@@ -15,14 +13,8 @@ from torch import Tensor
 from baton.models.lm import LanguageModel, States
 from baton.parallel.cast_weights import CastWeightCache
 from baton.training.errors import RunError
+from baton.training.evaluation.prompts import Room, leaves_that_grow, read_prompts, take_rows
 from baton.training.step.graph_recorder import CudaGraphRecorder, GraphRecorder, Run
-
-PREFILL_TOKENS = 65536
-"""Tokens of all rows together in one forward pass over prompts, which bounds its memory. With fewer the kernels of small models run
-faster than Python launches them."""
-
-SCORED_TOKENS = 16384
-"""The same where every token's logits are computed, which take 200 KB a token."""
 
 _RECORDED_STEPS = 8
 """Steps that must be left to record one: recording takes about as long as three that are not recorded."""
@@ -88,10 +80,9 @@ class StepRecorder:
 
 
 def step_recorder(model: LanguageModel) -> StepRecorder | None:
-    """Of a model's steps: CUDA graphs on a GPU; None on a CPU, over pipeline stages, which exchange messages in every step, and
-    where a State grows, whose memory is another one after every token."""
+    """Of a model's steps: CUDA graphs on a GPU; None on a CPU, and over pipeline stages, which exchange messages in every step."""
     on_gpu = next(model.parameters()).device.type == "cuda"
-    if not on_gpu or model.pipeline is not None or _state_grows(model):
+    if not on_gpu or model.pipeline is not None:
         return None
     # a step leaves no reference cycles; collecting garbage takes much longer than a step
     return StepRecorder(partial(CudaGraphRecorder, frees_memory=False))
@@ -125,59 +116,58 @@ def generate(
     Raises RunError if logits are not finite.
     """
     written: list[list[int]] = [[] for _ in prompts]
-    if tokens < 1:
+    if tokens < 1 or not prompts:
         return written
     generators = [torch.Generator(device="cpu").manual_seed(seed) for seed in seeds or [0] * len(prompts)]
     device = next(model.parameters()).device
-    for batch in batches_of_prompts(model, prompts):
-        distinct = list(dict.fromkeys(tuple(prompts[row]) for row in batch))
-        place = {prompt: n for n, prompt in enumerate(distinct)}
-        index = torch.tensor([place[tuple(prompts[row])] for row in batch], device=device)
-        if recorder is not None:
-            recorder.make_room(len(batch), sampling, vocab_size)
-        hidden, states = read_prompts(model, distinct)
-        # the generators are the CPU's, whose draws are the same beside every device
-        draws = torch.stack([torch.rand(tokens, dtype=torch.float64, generator=generators[row]) for row in batch])
-        decoding = _Decoding(
-            model,
-            take_rows(states, index),
-            torch.tensor([len(prompts[row]) for row in batch], dtype=torch.int32, device=device),
-            draws.to(device),
-            sampling,
-            vocab_size,
-            None if recorder is None else recorder.make,
-        )
-        if recorder is not None:
-            decoding = recorder.resume(decoding)
-        finished = False
-        try:
-            chosen = decoding.first(None if hidden is None else hidden[index])
-            numbers, alive = list(batch), set(batch)
-            while True:
-                for row, token in zip(numbers, chosen, strict=True):
-                    if row not in alive:
-                        continue
-                    if token < 0:
-                        raise RunError(
-                            f"logits are not finite after {len(prompts[row]) + len(written[row])} tokens of prompt {row}"
-                        )
-                    if token != stop:
-                        written[row].append(token)
-                    if token == stop or len(written[row]) == tokens or (ended is not None and ended(row, written[row])):
-                        alive.remove(row)
-                if not alive:
-                    finished = True
-                    break
-                if len(alive) < len(numbers) and decoding.shrinks_to(len(alive)):
-                    kept = [n for n, row in enumerate(numbers) if row in alive]
-                    numbers = [numbers[n] for n in kept]
-                    decoding.keep(kept)
-                chosen = decoding.step()
-        finally:
-            if recorder is not None and finished and decoding.is_recorded:
-                recorder.keep(decoding)
-            else:
-                decoding.release()
+    distinct = list(dict.fromkeys(map(tuple, prompts)))
+    place = {prompt: n for n, prompt in enumerate(distinct)}
+    index = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=device)
+    if recorder is not None:
+        recorder.make_room(len(prompts), sampling, vocab_size)
+    hidden, states = read_prompts(model, distinct)
+    # the generators are the CPU's, whose draws are the same beside every device
+    draws = torch.stack([torch.rand(tokens, dtype=torch.float64, generator=generator) for generator in generators])
+    decoding = _Decoding(
+        model,
+        take_rows(states, index),
+        [len(prompt) for prompt in prompts],
+        draws.to(device),
+        sampling,
+        vocab_size,
+        None if recorder is None else recorder.make,
+    )
+    del states
+    if recorder is not None:
+        decoding = recorder.resume(decoding)
+    finished = False
+    try:
+        chosen = decoding.first(None if hidden is None else hidden[index])
+        numbers = list(range(len(prompts)))
+        alive = set(numbers)
+        while True:
+            for row, token in zip(numbers, chosen, strict=True):
+                if row not in alive:
+                    continue
+                if token < 0:
+                    raise RunError(f"logits are not finite after {len(prompts[row]) + len(written[row])} tokens of prompt {row}")
+                if token != stop:
+                    written[row].append(token)
+                if token == stop or len(written[row]) == tokens or (ended is not None and ended(row, written[row])):
+                    alive.remove(row)
+            if not alive:
+                finished = True
+                break
+            if len(alive) < len(numbers) and decoding.shrinks_to(len(alive)):
+                kept = [n for n, row in enumerate(numbers) if row in alive]
+                numbers = [numbers[n] for n in kept]
+                decoding.keep(kept)
+            chosen = decoding.step()
+    finally:
+        if recorder is not None and finished and decoding.is_recorded:
+            recorder.keep(decoding)
+        else:
+            decoding.release()
     return written
 
 
@@ -198,21 +188,23 @@ class _Weights:
 class _Decoding:
     """Rows of a batch that are decoded together: each one's last token and position, and the States of the tokens before it.
 
-    States, pos int32 [B] and draws, float64 [B, tokens] uniform in [0, 1), are on the model's device; a step uses a column of
-    draws.
+    States, of `read_prompts`, and draws, float64 [B, tokens] uniform in [0, 1), are on the model's device; a step uses a column of
+    draws. lengths: of the prompts.
     """
 
     def __init__(
         self,
         model: LanguageModel,
         states: States,
-        pos: Tensor,
+        lengths: Sequence[int],
         draws: Tensor,
         sampling: Sampling,
         vocab_size: int,
         recorder: Callable[[torch.device], GraphRecorder] | None,
     ) -> None:
-        self._model, self._states, self._pos, self._draws = model, states, pos, draws
+        self._room = Room(leaves_that_grow(model), lengths, draws.shape[1])
+        pos = torch.tensor(lengths, dtype=torch.int32, device=draws.device)
+        self._model, self._states, self._pos, self._draws = model, self._room.of_prompts(states), pos, draws
         self._sampling, self._vocab_size, self._made = sampling, vocab_size, recorder
         # every context-parallel rank decodes all of a sequence
         self._context = replace(model.forward_context, link=None, overwrite_states=True)
@@ -239,9 +231,8 @@ class _Decoding:
         fits = self.kind == new.kind and self._inference == new._inference
         if not fits or self._recorded_weights is None or not self._recorded_weights.still_are_of(self._model):
             return False
-        for layer, state in new._states.items():
-            for name, leaf in state.items():
-                self._states[layer][name].copy_(leaf)
+        if not self._room.take_over(new._room, self._states, new._states):
+            return False
         self._pos.copy_(new._pos)
         self._draws, self._steps = new._draws, 1
         self._draw.copy_(new._draw)
@@ -254,6 +245,10 @@ class _Decoding:
 
     def step(self) -> list[int]:
         """The token after the last of each row; negative where logits are not finite."""
+        if self._room.is_used:
+            self.release()
+            self._states = self._room.enlarge(self._states)
+        self._room.use()
         self._draw.copy_(self._draws[:, self._steps])
         self._steps += 1
         if self._replay is not None:
@@ -304,65 +299,6 @@ class _Decoding:
         if self._model.pipeline is not None:
             chosen = self._model.pipeline.from_last(chosen)
         self._token.copy_(chosen)
-
-
-@torch.no_grad()
-def read_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> tuple[Tensor | None, States]:
-    """Hidden vectors of each prompt's last token [B, d_model] (None except on the last pipeline stage), and the prompts' States.
-
-    Prompts of a model whose State grows must be equally long (`batches_of_prompts`).
-    """
-    device = next(model.parameters()).device
-    whole_sequence = replace(model.forward_context, link=None)
-    order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n]))
-    lengths = [len(prompts[n]) for n in order]
-    tokens = torch.zeros(len(order), lengths[0], dtype=torch.int64)
-    for row, n in enumerate(order):
-        tokens[row, : lengths[row]] = torch.as_tensor(prompts[n])
-    tokens = tokens.to(device)
-    pos = torch.arange(lengths[0], dtype=torch.int32, device=device).expand(len(order), -1)
-    ends: list[tuple[Tensor | None, States]] = []  # of the shortest prompts first
-    states: States | None = None
-    start, rows = 0, len(order)
-    while rows:
-        stop = min(lengths[rows - 1], start + max(1, PREFILL_TOKENS // rows))
-        hidden, states = model.through_stages(tokens[:rows, start:stop], pos[:rows, start:stop], states, whole_sequence)
-        start, before = stop, rows
-        while rows and lengths[rows - 1] == stop:
-            rows -= 1
-        if rows < before:
-            finished = slice(rows, before)
-            ends.append((None if hidden is None else hidden[finished, -1], take_rows(states, finished)))
-            states = take_rows(states, slice(rows))
-    ends.reverse()
-    index = torch.empty(len(order), dtype=torch.int64)
-    index[torch.tensor(order)] = torch.arange(len(order))
-    index = index.to(device)
-    together = {
-        layer: {name: torch.cat([states[layer][name] for _, states in ends])[index] for name in state}
-        for layer, state in ends[0][1].items()
-    }
-    hiddens = [hidden for hidden, _ in ends if hidden is not None]
-    return (torch.cat(hiddens)[index] if hiddens else None), together
-
-
-def batches_of_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Rows that can be decoded together: all of them, or those of equal length where a State grows with its sequence."""
-    if not _state_grows(model):
-        return [list(range(len(prompts)))] if prompts else []
-    of_length: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        of_length.setdefault(len(prompt), []).append(row)
-    return list(of_length.values())
-
-
-def _state_grows(model: LanguageModel) -> bool:
-    return any(mixer.state_grows for mixer in model.config.mixers.values())
-
-
-def take_rows(states: States, rows: Tensor | slice) -> States:
-    """States of some sequences of a batch."""
-    return {layer: {name: leaf[rows] for name, leaf in state.items()} for layer, state in states.items()}
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:

@@ -14,15 +14,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 
-from baton.training.evaluation.generation import (
-    SCORED_TOKENS,
-    Sampling,
-    batches_of_prompts,
-    generate,
-    read_prompts,
-    take_rows,
-)
+from baton.training.evaluation.generation import Sampling, generate
 from baton.training.evaluation.loaded_model import LoadedModel
+from baton.training.evaluation.prompts import SCORED_TOKENS, read_prompts, take_rows
 
 # its bootstrap otherwise forks this process, which may hold a GPU
 os.environ.setdefault("DISABLE_MULTIPROC", "1")
@@ -71,11 +65,8 @@ class HarnessModel(TemplateLM):
         order = sorted(range(len(requests)), key=lambda n: (len(requests[n][1]), requests[n][1], len(requests[n][2])))
         for start in range(0, len(order), self.batch):
             some = order[start : start + self.batch]
-            for group in batches_of_prompts(self.loaded.model, [requests[n][1] for n in some]):
-                chosen = [some[n] for n in group]
-                scores = self._scores([requests[n][1] for n in chosen], [requests[n][2] for n in chosen])
-                for n, score in zip(chosen, scores, strict=True):
-                    found[n] = score
+            for n, score in zip(some, self._scores([requests[n][1] for n in some], [requests[n][2] for n in some]), strict=True):
+                found[n] = score
         return found
 
     @torch.no_grad()

@@ -16,7 +16,8 @@ from baton.data_pipeline.tokenizer import Tokenizer
 from baton.kernels.protocol import State
 from baton.models.lm import LanguageModel, States
 from baton.training.errors import RunError
-from baton.training.evaluation.generation import SCORED_TOKENS, Sampling, StepRecorder, generate, step_recorder
+from baton.training.evaluation.generation import Sampling, StepRecorder, generate, step_recorder
+from baton.training.evaluation.prompts import SCORED_TOKENS
 
 
 class SequenceStates(dict[str, State]):

@@ -16,7 +16,7 @@ from baton.data_pipeline.evaluation import EvaluationStream
 from baton.data_pipeline.packing import IGNORE_INDEX, Batch
 from baton.models.lm import LanguageModel, States
 from baton.training.evaluation.evaluate import token_losses
-from baton.training.evaluation.generation import SCORED_TOKENS
+from baton.training.evaluation.prompts import SCORED_TOKENS
 
 
 @dataclass(frozen=True)
