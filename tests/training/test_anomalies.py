@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from collections import defaultdict
 from dataclasses import asdict
 from itertools import islice
@@ -25,6 +26,7 @@ from baton.models.settings import kinds
 from baton.parallel.pipeline import StepSchedule
 from baton.training import loop, run_setup
 from baton.training.build import build
+from baton.training.callbacks.checkpoint import CheckpointCallback
 from baton.training.checkpoint.config import CheckpointConfig
 from baton.training.checkpoint.manifest import Manifest
 from baton.training.errors import RunError
@@ -316,6 +318,51 @@ def test_a_synthetic_task_is_rolled_back_without_documents(single_mesh, tmp_path
     said = [line for line in capfd.readouterr().out.splitlines() if "refused" in line]
     back = "loss refused; going back to the last checkpoint"
     assert said == [f"step 1: {back} (rollback 1 of 3)", f"step 4: {back} (rollback 2 of 3)"]
+
+
+def ruined_run(mesh, folder, policy, ruined):
+    """A run whose values are infinite after these updates: what it raised."""
+    settings = training(
+        steps=6, sequence_length=16, global_batch_tokens=32, micro_batch_size=1, evaluation=EvaluationConfig(every=0),
+        checkpoint=CheckpointConfig(every=2, keep_last=1), guard=GuardConfig(policy=policy),
+    )  # fmt: skip
+    config, data = ModelConfig(d_model=16, n_layers=1, mixers={"mamba": kinds()["mamba"](d_state=4)}), InductionConfig(length=16)
+    left, after_step = list(ruined), CheckpointCallback.after_step
+
+    def ruin(callback, progress, result):
+        if left and progress.step == left[0]:
+            left.pop(0)
+            with torch.no_grad():
+                callback._train_state.model.norm.weight.fill_(math.inf)
+                for fragment in callback._train_state.engine.fragments():
+                    fragment.master.fill_(math.inf)
+        after_step(callback, progress, result)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointCallback, "after_step", ruin)
+        try:
+            loop.train(RunSettings(folder, config, data, settings, ""), mesh)
+        except RunError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_values_that_are_not_finite_take_no_good_checkpoints_place(single_mesh, tmp_path, capfd, step):
+    """The run goes back behind them, to the initial values or to a later checkpoint."""
+    assert ruined_run(single_mesh, tmp_path, "rollback", [step]) is None
+    (event,) = read_events(tmp_path)
+    assert (event["kind"], event["step"]) == ("rollback", step + 1)
+    kept = f"the newest checkpoint is step-{step - 2:08d}"
+    assert re.search(rf"step {step} is not saved: .* is not finite after its update; {kept}\n", capfd.readouterr().out)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_a_last_update_that_is_not_finite_is_no_success(single_mesh, tmp_path):
+    message = ruined_run(single_mesh, tmp_path, "stop", [6])
+    assert "step 6 is not saved" in message
+    assert "the newest checkpoint is step-00000004; lower training.optimizer.lr" in message
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
 
 
 def test_skip_makes_no_update_and_goes_on(pool, corpus, tmp_path):
