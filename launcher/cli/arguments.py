@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 if TYPE_CHECKING:
     from baton.launcher.config import RunConfig
@@ -40,6 +40,37 @@ def load_run(arguments: argparse.Namespace) -> RunConfig:
     from baton.launcher.config import load
 
     return load(arguments.config, arguments.overrides)
+
+
+def refuse_without(arguments: argparse.Namespace, needed: str, *options: str) -> None:
+    """Raises ConfigError for one of the options that was given without `needed`, the option to which it belongs."""
+    if getattr(arguments, _name(needed)) in (None, False):
+        for option in options:
+            if _is_given(arguments, option):
+                _refuse(f"{option} has no effect without {needed}; give {needed}, or leave it out")
+
+
+def refuse_with(arguments: argparse.Namespace, other: str, *options: str) -> None:
+    """Raises ConfigError for one of the options that was given together with `other`, with which it has no effect."""
+    if _is_given(arguments, other):
+        for option in options:
+            if _is_given(arguments, option):
+                _refuse(f"{option} has no effect with {other}; leave one of them out")
+
+
+def _is_given(arguments: argparse.Namespace, option: str) -> bool:
+    parser: argparse.ArgumentParser = arguments.parser
+    return bool(getattr(arguments, _name(option)) != parser.get_default(_name(option)))
+
+
+def _name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _refuse(message: str) -> NoReturn:
+    from baton.launcher.errors import ConfigError
+
+    raise ConfigError(message)
 
 
 def compute_capability(text: str) -> int:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from baton.launcher.cli.arguments import Subparsers, add_command, add_group, positive_int
+from baton.launcher.cli.arguments import Subparsers, add_command, add_group, positive_int, refuse_with, refuse_without
 
 
 def add(commands: Subparsers) -> None:
@@ -40,6 +40,9 @@ def add(commands: Subparsers) -> None:
 def _prepare(arguments: argparse.Namespace) -> None:
     from baton.data_pipeline.prepare import prepare
 
+    refuse_without(arguments, "--ids", "--ids-dtype", "--ids-field", "--separator-id")
+    refuse_without(arguments, "--tokenizer", "--eod-token")
+    refuse_with(arguments, "--ids", "--text-field")
     names = (
         "include",
         "exclude",
@@ -61,6 +64,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 def _index(arguments: argparse.Namespace) -> None:
     from baton.data_pipeline.webdataset_index import index_shards
 
+    refuse_without(arguments, "--tokenizer", "--eod-token")
     names = ("validation_shards", "text_field", "tokenizer", "eod_token", "workers")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     print(index_shards(arguments.folder, **given))

@@ -7,7 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_int, positive_int
+from baton.launcher.cli.arguments import Subparsers, add_command, non_negative_int, positive_int, refuse_without
+
+OPTIONS = {
+    "--data": ("--length", "--tokens", "--split", "--by-position", "--ranks"),
+    "--tasks": ("--include", "--shots", "--limit"),
+    "--long-context": ("--text", "--lengths", "--depths", "--samples", "--seed", "--plot"),
+}
+"""Of one kind of evaluation alone."""
 
 
 def add(commands: Subparsers) -> None:
@@ -63,6 +70,10 @@ def check_evaluations(lines: Iterable[str]) -> None:
             found = parser.parse_args(["eval", "RUN", *shlex.split(line)])
         except (ConfigError, ValueError) as error:
             raise ConfigError(f"jobs.evaluations: {line!r}: {error}; give options of `baton eval`, quoted as in a shell") from None
+        try:
+            _check_options(found)
+        except ConfigError as error:
+            raise ConfigError(f"jobs.evaluations: {line!r}: {error}") from None
         if found.step is not None:
             raise ConfigError(f"jobs.evaluations: {line!r}: --step is the new checkpoint's; leave it out")
         if found.tasks is not None and find_spec("lm_eval") is None:
@@ -73,7 +84,14 @@ def check_evaluations(lines: Iterable[str]) -> None:
                 raise ConfigError(f"jobs.evaluations: {line!r}: {path}: no such file or folder")
 
 
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for options that the evaluation asked for does not have."""
+    for kind, options in OPTIONS.items():
+        refuse_without(arguments, kind, *options)
+
+
 def _run(arguments: argparse.Namespace) -> None:
+    _check_options(arguments)
     folder, step, device, out = arguments.folder, arguments.step, arguments.device, arguments.out
     if arguments.data is not None:
         from baton.launcher.evaluate_model import evaluate_data

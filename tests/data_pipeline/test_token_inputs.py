@@ -210,6 +210,27 @@ def test_a_refusal_is_one_line_and_status_2(megatron, tokenizer, tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prepare", "--ids-dtype", "uint32"], "--ids-dtype has no effect without --ids; give --ids, or leave it out"),
+        (["prepare", "--ids-field", "wide"], "--ids-field has no effect without --ids; "),
+        (["prepare", "--separator-id", "0"], "--separator-id has no effect without --ids; "),
+        (["prepare", "--eod-token", "</s>"], "--eod-token has no effect without --tokenizer; "),
+        (["prepare", "--ids", "--text-field", "wide"], "--text-field has no effect with --ids; leave one of them out"),
+        (["index", "--eod-token", "</s>"], "--eod-token has no effect without --tokenizer; "),
+    ],
+)
+def test_an_option_without_effect_is_refused(words, message, tmp_path, capsys):
+    command, *options = words
+    (tmp_path / "in").mkdir()
+    out = ["--out", str(tmp_path / "out")] if command == "prepare" else []
+    assert main(["data", command, str(tmp_path / "in"), *out, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"baton: {message}")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_another_index_of_the_same_file_is_another_input(megatron, tokenizer, tmp_path, quiet):
     shutil.copytree(megatron.parent, tmp_path / "in")
     arguments = {"ids": True, "tokenizer": tokenizer.path, "workers": 1, "progress": quiet}

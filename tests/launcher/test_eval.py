@@ -366,6 +366,9 @@ def test_samples_are_of_their_request_whatever_is_beside_it(harness):
         (["--tasks", "no_data", "--include", "tasks"], "--tasks no_data: lm_eval cannot use them (FileNotFoundError: "),
         (["--tasks", "no_field", "--include", "tasks"], "lm_eval cannot use them (UndefinedError: 'choice' is undefined); correct"),
         (["--data", "/nowhere", "--length", "8"], "/nowhere"),
+        (["--by-position"], "--by-position has no effect without --data; give --data, or leave it out"),
+        (["--data", "/nowhere", "--limit", "8"], "--limit has no effect without --tasks; "),
+        (["--tasks", "x", "--plot", "a.png"], "--plot has no effect without --long-context; "),
     ],
 )
 def test_what_is_not_there_is_one_line(words, needle, harness, capsys, monkeypatch):
@@ -392,6 +395,7 @@ REFUSED = {
     "--tasks arc_easy --data here": "argument --data: not allowed with argument --tasks",
     "--text 'a book": "No closing quotation",
     "--help": "it asks for help, and evaluates nothing",
+    "--length 131072": "--length has no effect without --data; give --data, or leave it out",
     "--step 3": "--step is the new checkpoint's; leave it out",
     "--data no/where": "no/where: no such file or folder",
     "--long-context needle --text away.txt": "away.txt: no such file or folder",
