@@ -33,6 +33,8 @@ class StateSpec:
         grad: whether a gradient flows through it (not for indices and flags).
         grows: whether dimension 0 grows with every token, from the size in `shape`: the keys of full attention. Such a State
             cannot be sent in messages of a known size.
+        tail: whether dimension 0 has a row for each of the last tokens, in their order, as the keys of attention over a window.
+            `Recurrence.step` has them in turn, and one more: the row of the token at position p is p modulo their number.
     """
 
     name: str
@@ -41,6 +43,7 @@ class StateSpec:
     tp: int | None
     grad: bool
     grows: bool = False
+    tail: bool = False
 
     def __post_init__(self) -> None:
         if self.tp is not None and not 0 <= self.tp < len(self.shape):
@@ -205,7 +208,8 @@ class Recurrence(ABC):
         return self.run(inputs, pos, state)[0]
 
     def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
-        """`run` for one token a sequence, without gradients. The final State is written over the given one, except what has grown.
+        """`run` for one token a sequence, without gradients. The final State is written over the given one, in which rows of tokens
+        stand otherwise (see StateSpec.tail and GatheredRecurrence.step).
 
         Override it where a kernel writes there itself: a State takes as much memory traffic as thousands of tokens.
         """
@@ -272,9 +276,8 @@ class GatheredRecurrence(Recurrence):
 
     @abstractmethod
     def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
-        """Outputs of one token a sequence, [batch, 1, ...], without gradients. What grows in the State has room: the rows of the
-        tokens of the document read first, which are as many as `seen` or pos says, then free rows, the first of which this token's
-        is written to. pos None: no token starts a document."""
+        """Outputs of one token a sequence, [batch, 1, ...], without gradients. What grows in the State has room: a row for every
+        position of the document, of which pos is the one that this token's is written to."""
 
     @abstractmethod
     def span_state(self, inputs: Inputs, pos: Tensor | None) -> State:

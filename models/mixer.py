@@ -91,7 +91,9 @@ class Mixer(nn.Module, ABC):
             "int64": torch.int64,
             "bool": torch.bool,
         }
-        return StateSpec(state.name, state.shape, types[state.dtype], tp=state.tp, grad=state.grad, grows=state.grows)
+        return StateSpec(
+            state.name, state.shape, types[state.dtype], tp=state.tp, grad=state.grad, grows=state.grows, tail=state.tail
+        )
 
     @abstractmethod
     def forward(

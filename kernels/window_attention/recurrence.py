@@ -44,7 +44,7 @@ class WindowAttention(Recurrence):
 
     def state_specs(self, inputs: Inputs) -> tuple[StateSpec, ...]:
         k, v = inputs[-2:]
-        return tail_state_specs(k, v, self.window)
+        return tail_state_specs(k, v, self.window, in_turn=True)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return self._run(inputs, pos, state, need_final_state=True)
@@ -56,6 +56,27 @@ class WindowAttention(Recurrence):
         (q, k, v), sinks = _parted(inputs)
         options: dict[str, Any] = {"window": self.window, "sinks": sinks, "soft_cap": self.soft_cap}
         return window_attention(q, k, v, pos=pos, state=state, need_final_state=need_final_state, **options)
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        (q, k, v), sinks = _parted(inputs)
+        assert pos is not None, "the row of each token is that of its position"
+        read, rows = pos[:, 0].to(torch.int64), state["k"].shape[1]
+        for name, x in (("k", k), ("v", v)):
+            state[name].scatter_(1, (read % rows)[:, None, None, None].expand_as(x), x.to(state[name].dtype))
+        batch, _, heads, dim = q.shape
+        groups = k.shape[2]
+
+        def by_key_head(x: Tensor) -> Tensor:
+            """Heads that share keys as queries of one head: [batch, heads / key heads, key heads, ...]."""
+            return x.reshape(batch, groups, heads // groups, *x.shape[3:]).transpose(1, 2)
+
+        # a window that is full has a row for each of its tokens, in whatever order
+        mask = (torch.arange(rows, device=q.device) <= read[:, None])[:, None].expand(-1, heads // groups, -1)
+        keys, values = (state[name].to(q.dtype) for name in ("k", "v"))
+        given = () if sinks is None else (by_key_head(sinks),)
+        y = masked_attention(by_key_head(q), keys, values, mask, dim**-0.5, *given, soft_cap=self.soft_cap)
+        state["seen"].copy_(read + 1 if self.window is None else (read + 1).clamp(max=self.window - 1))
+        return y.transpose(1, 2).reshape(batch, 1, heads, dim), state
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         (q, k, v), sinks = _parted(inputs)
@@ -98,25 +119,6 @@ class FullAttention(WindowAttention, GatheredRecurrence):
     def name(self) -> str:  # type: ignore[override]
         return f"full_attention{self._variant}"
 
-    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
-        (q, k, v), sinks = _parted(inputs)
-        read = state["seen"] if pos is None else torch.minimum(state["seen"], pos[:, 0])
-        for name, x in (("k", k), ("v", v)):
-            state[name].scatter_(1, read[:, None, None, None].expand_as(x), x.to(state[name].dtype))
-        keys, values = (state[name].to(q.dtype) for name in ("k", "v"))
-        batch, _, heads, dim = q.shape
-        groups = k.shape[2]
-
-        def rows(x: Tensor) -> Tensor:
-            """Heads that share keys as queries of one head: [batch, heads / key heads, key heads, ...]."""
-            return x.reshape(batch, groups, heads // groups, *x.shape[3:]).transpose(1, 2)
-
-        mask = (torch.arange(keys.shape[1], device=q.device) <= read[:, None])[:, None].expand(-1, heads // groups, -1)
-        given = () if sinks is None else (rows(sinks),)
-        y = masked_attention(rows(q), keys, values, mask, dim**-0.5, *given, soft_cap=self.soft_cap)
-        state["seen"].copy_(read + 1)
-        return y.transpose(1, 2).reshape(batch, 1, heads, dim), state
-
     def attend(self, queries: Inputs, gathered: Inputs, pos: Tensor | None) -> tuple[Tensor, Inputs]:
         (q, *sinks), (k, v) = queries, gathered
         return full_attention_forward(q, k, v, pos, *sinks, soft_cap=self.soft_cap)
@@ -140,12 +142,13 @@ def _parted(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
     return (q, k, v), sinks[0] if sinks else None
 
 
-def tail_state_specs(k: Tensor, v: Tensor, window: int | None) -> tuple[StateSpec, ...]:
-    """StateSpecs of a tail of keys and values, split over the tensor group by heads."""
+def tail_state_specs(k: Tensor, v: Tensor, window: int | None, *, in_turn: bool = False) -> tuple[StateSpec, ...]:
+    """StateSpecs of a tail of keys and values, split over the tensor group by heads. in_turn: StateSpec.tail, of a window."""
     rows, grows = (0, True) if window is None else (window - 1, False)
+    tail = in_turn and not grows
     return (
-        StateSpec("k", (rows, *k.shape[2:]), k.dtype, tp=1, grad=True, grows=grows),
-        StateSpec("v", (rows, *v.shape[2:]), v.dtype, tp=1, grad=True, grows=grows),
+        StateSpec("k", (rows, *k.shape[2:]), k.dtype, tp=1, grad=True, grows=grows, tail=tail),
+        StateSpec("v", (rows, *v.shape[2:]), v.dtype, tp=1, grad=True, grows=grows, tail=tail),
         StateSpec("seen", (), torch.int64, tp=None, grad=False),
     )
 

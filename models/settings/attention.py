@@ -137,8 +137,8 @@ class AttentionConfig(HeadsConfig):
         grows = self.window is None
         shape = (0 if self.window is None else self.window - 1, self.head_counts(d_model)[1], self.head_dim)
         return (
-            StateDeclaration("k", shape, "compute", tp=1, grows=grows),
-            StateDeclaration("v", shape, "compute", tp=1, grows=grows),
+            StateDeclaration("k", shape, "compute", tp=1, grows=grows, tail=not grows),
+            StateDeclaration("v", shape, "compute", tp=1, grows=grows, tail=not grows),
             StateDeclaration("seen", (), "int64", tp=None, grad=False),
         )
 

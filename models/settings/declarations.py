@@ -87,7 +87,7 @@ class StateDeclaration:
     dtype: float32 means the dtype of the parameters, which is float64 in some tests.
     tp: dimension that is split over the tensor group; None: replicated.
     grad: whether it has a gradient.
-    grows: dimension 0 grows with the document.
+    grows: dimension 0 grows with the document. tail: see kernels.protocol.StateSpec.
     """
 
     name: str
@@ -96,6 +96,7 @@ class StateDeclaration:
     tp: int | None
     grad: bool = True
     grows: bool = False
+    tail: bool = False
 
 
 _Declaration = TypeVar("_Declaration", ParameterDeclaration, StateDeclaration)

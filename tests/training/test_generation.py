@@ -14,7 +14,7 @@ from baton.parallel.cast_weights import drop_cast_weights
 from baton.training.errors import RunError
 from baton.training.evaluation import prompts as prompts_module
 from baton.training.evaluation.generation import Sampling, StepRecorder, generate
-from baton.training.evaluation.prompts import Room, leaves_that_grow, read_prompts
+from baton.training.evaluation.prompts import Room, read_prompts, rows_of_tokens
 
 LENGTHS = (5, 17, 1, 9, 17, 3)
 MODELS = [*(kind for kind in kinds() if kind != "swiglu"), "full_attention", "whole"]
@@ -37,7 +37,7 @@ def test_the_states_of_prompts_read_together_are_those_of_each_alone(kind):
         for layer, state in expected.items():
             for name, leaf in state.items():
                 found = states[layer][name][row]
-                if (layer, name) in leaves_that_grow(model):  # a row for each token, the last ones
+                if rows_of_tokens(model).get((layer, name), 0) is None:  # a row for each token, the last ones
                     assert not found[: -len(prompt)].any()
                     found = found[-len(prompt) :]
                 if leaf.is_floating_point():
@@ -70,7 +70,7 @@ def test_tokens_that_write_over_their_states_are_those_of_the_whole_sequence(kin
     with torch.no_grad():
         expected, _ = model(tokens, pos)
         _, states = model(tokens[:, :5], pos[:, :5])
-        states = Room(leaves_that_grow(model), [5, 5], 5).of_prompts(states)
+        states = Room(rows_of_tokens(model), [5, 5], 5).of_prompts(states)
         for t in range(5, 9):
             context = replace(model.forward_context, overwrite_states=True)
             found, states = model.through_stages(tokens[:, t : t + 1], pos[:, t : t + 1], states, context)
@@ -128,28 +128,33 @@ def test_recorded_steps_are_steps(kind):
     assert sum(one.replays for one in made) == 29 - 3
 
 
-@pytest.mark.parametrize("kind", ["full_attention", "whole"])
-@pytest.mark.parametrize("recorded", [False, True])
-def test_full_attention_writes_what_reading_all_again_would(kind, recorded, monkeypatch):
-    """Room for keys and values is used up three times, and rows end before that."""
+@pytest.mark.parametrize("lengths", [LENGTHS, (5, 17, 5, 9, 17, 6)], ids=str)
+@pytest.mark.parametrize("window", [1, 6, 16, 100, None, "full_attention"])
+def test_attention_writes_what_reading_all_again_would(window, lengths, monkeypatch):
+    """Room for all keys and values is used up three times, and rows end before that; windows are filled before, by, or behind
+    prompts, or never."""
     monkeypatch.setattr(prompts_module, "_ROOM", 4)
     monkeypatch.setattr(prompts_module, "_ROWS", 3)
-    model, prompts = language_model(model_of(kind), seed=2), prompts_of()
+    config = model_of("full_attention" if window == "full_attention" else "attention")
+    if window != "full_attention":
+        settings = config.mixers["attention"].model_copy(update={"window": window})
+        config = config.model_copy(update={"mixers": {"attention": settings}})
+    model, prompts = language_model(config, seed=2), prompts_of(lengths)
     expected = []
     for prompt in prompts:
         ids = list(prompt)
-        for _ in range(60):
+        for _ in range(40):
             with torch.no_grad():
                 hidden, _ = model(torch.tensor([ids]), torch.arange(len(ids), dtype=torch.int32)[None])
                 ids.append(model.logits(hidden[0, -1])[:61].argmax().item())
         expected.append(ids[len(prompt) :])
-    made.clear()
-    words = {"tokens": 60, "vocab_size": 61, "stop": None, "sampling": Sampling(0)}
-    recorder = StepRecorder(Again) if recorded else None
-    assert generate(model, prompts, **words, recorder=recorder) == expected
-    assert len(made) == (4 if recorded else 0)
-    found = generate(model, prompts, **words, recorder=recorder, ended=lambda row, ids: len(ids) == (60, 5, 3, 12, 7, 18)[row])
-    assert found == [ids[:n] for ids, n in zip(expected, (60, 5, 3, 12, 7, 18), strict=True)]
+    words = {"tokens": 40, "vocab_size": 61, "stop": None, "sampling": Sampling(0)}
+    for recorder, recordings in ((None, 0), (StepRecorder(Again), 3 if window in (None, "full_attention") else 1)):
+        made.clear()
+        assert generate(model, prompts, **words, recorder=recorder) == expected
+        assert len(made) == recordings
+        found = generate(model, prompts, **words, recorder=recorder, ended=lambda row, ids: len(ids) == (40, 5, 3, 12, 7, 18)[row])
+        assert found == [ids[:n] for ids, n in zip(expected, (40, 5, 3, 12, 7, 18), strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "whole"])

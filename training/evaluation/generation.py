@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.models.lm import LanguageModel, States
 from baton.parallel.cast_weights import CastWeightCache
 from baton.training.errors import RunError
-from baton.training.evaluation.prompts import Room, leaves_that_grow, read_prompts, take_rows
+from baton.training.evaluation.prompts import Room, read_prompts, rows_of_tokens, take_rows
 from baton.training.step.graph_recorder import CudaGraphRecorder, GraphRecorder, Run
 
 _RECORDED_STEPS = 8
@@ -202,7 +202,7 @@ class _Decoding:
         vocab_size: int,
         recorder: Callable[[torch.device], GraphRecorder] | None,
     ) -> None:
-        self._room = Room(leaves_that_grow(model), lengths, draws.shape[1])
+        self._room = Room(rows_of_tokens(model), lengths, draws.shape[1])
         pos = torch.tensor(lengths, dtype=torch.int32, device=draws.device)
         self._model, self._states, self._pos, self._draws = model, self._room.of_prompts(states), pos, draws
         self._sampling, self._vocab_size, self._made = sampling, vocab_size, recorder

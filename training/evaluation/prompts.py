@@ -5,7 +5,7 @@ is that of the prompt alone. Keys and values of full attention have a row for ea
 the batch's rows, and the rows before them are 0 and not seen.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -54,11 +54,11 @@ def read_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> tupl
     index = torch.empty(len(order), dtype=torch.int64)
     index[torch.tensor(order)] = torch.arange(len(order))
     index = index.to(device)
-    growing = leaves_that_grow(model)
+    growing = rows_of_tokens(model)
 
     def together(layer: str, name: str) -> Tensor:
         leaves = [states[layer][name] for _, states in ends]
-        if (layer, name) in growing:
+        if growing.get((layer, name), 0) is None:
             leaves = [_with_rows(leaf, lengths[0] - leaf.shape[1], 0) for leaf in leaves]
         return torch.cat(leaves)[index]
 
@@ -67,9 +67,15 @@ def read_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> tupl
     return (torch.cat(hiddens)[index] if hiddens else None), all_states
 
 
-def leaves_that_grow(model: LanguageModel) -> set[tuple[str, str]]:
-    """Layer and name of the parts of this rank's State that have a row for each token."""
-    return {(layer, spec.name) for layer, specs in model.state_specs.items() for spec in specs if spec.grows}
+def rows_of_tokens(model: LanguageModel) -> dict[tuple[str, str], int | None]:
+    """Layer and name of the parts of this rank's State that have a row for each token, to the number of tokens that the next one
+    sees, itself included; None: all."""
+    return {
+        (layer, spec.name): None if spec.grows else spec.shape[0] + 1
+        for layer, specs in model.state_specs.items()
+        for spec in specs
+        if spec.grows or spec.tail
+    }
 
 
 def take_rows(states: States, rows: Tensor | slice) -> States:
@@ -78,19 +84,19 @@ def take_rows(states: States, rows: Tensor | slice) -> States:
 
 
 class Room:
-    """Rows for the keys and values of tokens that are written behind a batch's prompts, as `GatheredRecurrence.step` takes them:
-    those of the tokens read first, then free ones. There are as many as a while takes, and more are made when these are used.
+    """Rows for the keys and values of a batch's prompts and of what is written behind them, as `Recurrence.step` takes them: the
+    token at position p has row p, and in a window p modulo the window. Where all tokens are seen there are as many rows as a while
+    takes, and more are made when these are used.
 
-    growing: of `leaves_that_grow`, where nothing needs room if it is empty; lengths: tokens of each prompt; tokens: those that will
-    be written at most.
+    windows: of `rows_of_tokens`; lengths: tokens of each prompt; tokens: those that will be written at most.
     """
 
-    def __init__(self, growing: set[tuple[str, str]], lengths: Sequence[int], tokens: int) -> None:
-        self._growing, self._lengths = growing, list(lengths)
+    def __init__(self, windows: Mapping[tuple[str, str], int | None], lengths: Sequence[int], tokens: int) -> None:
+        self._windows, self._lengths = dict(windows), list(lengths)
         self._longest = max(lengths)
         # the last token is not read
         self._most = self._longest + tokens - 1
-        self.rows = self._enough(self._longest)
+        self._rows = self._enough(self._longest)
 
     def of_prompts(self, states: States) -> States:
         """States of `read_prompts`, with room."""
@@ -99,7 +105,7 @@ class Room:
     @property
     def is_used(self) -> bool:
         """Whether the next token has no row."""
-        return bool(self._growing) and self._longest >= self.rows
+        return None in self._windows.values() and self._longest >= self._rows
 
     def use(self) -> None:
         """Count a token of each sequence."""
@@ -107,38 +113,45 @@ class Room:
 
     def enlarge(self, states: States) -> States:
         """States with room, copied to more of it."""
-        before, self.rows = self.rows, self._enough(self.rows + self.rows // 2)
-        return self._changed(states, lambda leaf: _with_rows(leaf, 0, self.rows - before))
+        before, self._rows = self._rows, self._enough(self._rows + self._rows // 2)
+        more = self._rows - before
+        return self._changed(states, lambda leaf, window: leaf if window else _with_rows(leaf, 0, more))
 
     def take_over(self, new: "Room", states: States, of_new: States) -> bool:
         """Copy the States of another batch with as many sequences over `states`, if there is room; whether there was."""
-        if self._growing != new._growing or (self._growing and new.rows > self.rows):
+        pairs = [(states[layer][name], leaf, (layer, name)) for layer, state in of_new.items() for name, leaf in state.items()]
+        if any(leaf.shape[1] > kept.shape[1] for kept, leaf, place in pairs if place in self._windows):
             return False
-        for layer, state in of_new.items():
-            for name, leaf in state.items():
-                target = states[layer][name]
-                (target[:, : leaf.shape[1]] if (layer, name) in self._growing else target).copy_(leaf)
+        for kept, leaf, place in pairs:
+            (kept[:, : leaf.shape[1]] if place in self._windows else kept).copy_(leaf)
         self._longest, self._most = new._longest, new._most
         return True
 
     def _enough(self, used: int) -> int:
         return -(-min(self._most, used + _ROOM) // _ROWS) * _ROWS
 
-    def _changed(self, states: States, change: Callable[[Tensor], Tensor]) -> States:
+    def _changed(self, states: States, change: Callable[[Tensor, int | None], Tensor]) -> States:
         return {
-            layer: {name: change(leaf) if (layer, name) in self._growing else leaf for name, leaf in state.items()}
+            layer: {
+                name: change(leaf, self._windows[layer, name]) if (layer, name) in self._windows else leaf
+                for name, leaf in state.items()
+            }
             for layer, state in states.items()
         }
 
-    def _moved(self, leaf: Tensor) -> Tensor:
-        """The last rows of each sequence become the first of more rows."""
-        longest = leaf.shape[1]
-        if min(self._lengths) < longest:
-            first = longest - torch.tensor(self._lengths, device=leaf.device)
-            # behind a shorter prompt's rows its last one stands again, until it is written over
-            rows = (torch.arange(longest, device=leaf.device) + first[:, None]).clamp(max=longest - 1)
-            leaf = leaf[torch.arange(len(leaf), device=leaf.device)[:, None], rows]
-        return _with_rows(leaf, 0, self.rows - longest)
+    def _moved(self, leaf: Tensor, window: int | None) -> Tensor:
+        """[B, rows, ...] of the last tokens of each sequence in order: each one's row becomes that of its position."""
+        there = leaf.shape[1]
+        rows = self._rows if window is None else min(window, -(-self._most // _ROWS) * _ROWS)
+        if min(self._lengths) == max(self._lengths) == there:
+            return _with_rows(leaf, 0, rows - there)
+        lengths, at = torch.tensor(self._lengths, device=leaf.device)[:, None], torch.arange(rows, device=leaf.device)
+        if there == 0:  # a window of the token alone
+            return leaf.new_zeros(len(leaf), rows, *leaf.shape[2:])
+        # of the row's last token; where none has been read, and where the next one will be, any row stands
+        position = lengths - 1 - (lengths - 1 - at) % rows
+        from_row = (there - (lengths - position)).clamp(0, there - 1)
+        return leaf[torch.arange(len(leaf), device=leaf.device)[:, None], from_row]
 
 
 def _with_rows(leaf: Tensor, before: int, behind: int) -> Tensor:
