@@ -1,13 +1,15 @@
 """Generation on a GPU: new tokens per second of whole batches, reading of the prompts included, as in figure 8 of Mamba's paper.
 
 Greedy decoding of `--new` tokens behind prompts of `--prompt` tokens, all rows different, none of which ends before. Ours is
-`generate` with recorded steps, as `baton generate` and `baton.load` use it. Peers are transformers' Mamba with our weights (with
-kernels of mamba_ssm and causal_conv1d where they can be imported, which a line says) and transformers' Llama at the size of the
-Transformer beside our model, with its cache of keys and values. All are in bfloat16 and generate with their defaults. The gate
-compares the logits behind the prompts with those of transformers' Mamba, and the tokens of recorded steps with those of others.
+`generate` with recorded steps, as `baton generate` and `baton.load` use it. Peers are transformers' model with our weights, which
+is its Mamba (with kernels of mamba_ssm and causal_conv1d where they can be imported, which a line says) or its Llama, and beside
+our Mamba its Llama at the size of the Transformer beside it. Llama has a cache of keys and values. All are in bfloat16 and generate
+with their defaults. The gate compares the logits behind the prompts with those of transformers' model, and the tokens of recorded
+steps with those of others.
 
-    python benchmarks/generation_gpu.py [--models mamba-130m,mamba-1.4b] [--peers mamba,transformer] [--batches 1,8,32,128]
+    python benchmarks/generation_gpu.py [--models mamba-130m,mamba-1.4b] [--peers same,transformer] [--batches 1,8,32,128]
         [--prompt 2048] [--new 128]
+    python benchmarks/generation_gpu.py --models transformer-125m,transformer-1.3b
 """
 
 import argparse
@@ -42,6 +44,7 @@ TRANSFORMERS = {
     "mamba-2.8b": "transformer-2.7b",
 }
 """Models of configs/models, and the Transformer of each one's size."""
+NAMES = (*TRANSFORMERS, *TRANSFORMERS.values())
 
 
 def config_of(name: str) -> ModelConfig:
@@ -84,14 +87,16 @@ class Bench:
     def one_model(self, name: str) -> None:
         config = config_of(name)
         model = language_model(config, dtype=torch.bfloat16, device="cuda", seed=1)
-        peers = {"transformers' Mamba": transformers_model(config, weights_of(model))}
-        self._check(name, model, peers["transformers' Mamba"])
+        same = "transformers' Mamba" if name in TRANSFORMERS else "transformers' Llama"
+        peers = {same: transformers_model(config, weights_of(model))}
+        self._check(name, model, peers[same])
         ours = {batch: self._time(f"{name} x {batch}, ours", batch, self._ours(model, batch)) for batch in self.batches}
         if 1 in ours:
             plain = self._time(f"{name} x 1, ours, not recorded", 1, self._ours(model, 1, recorded=False))
             self.report.row(f"{name} x 1", "tokens/s", ours[1], "steps that are not recorded", plain, gate=name)
-        transformer = TRANSFORMERS[name]
-        of_kind = {"mamba": "transformers' Mamba", "transformer": f"transformers' Llama as {transformer}"}
+        of_kind, transformer = {"same": same}, TRANSFORMERS.get(name, "")
+        if transformer:
+            of_kind["transformer"] = f"transformers' Llama as {transformer}"
         for peer_name in (of_kind[kind] for kind in of_kind if kind in self.kinds):
             if peer_name not in peers:
                 peers.clear()  # gives its memory back
@@ -170,9 +175,9 @@ def kernels_of_peer() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", default="mamba-130m,mamba-1.4b", help=f"separated by commas, of {', '.join(TRANSFORMERS)}")
+    parser.add_argument("--models", default="mamba-130m,mamba-1.4b", help=f"separated by commas, of {', '.join(NAMES)}")
     parser.add_argument("--batches", default="1,8,32,128", help="rows, separated by commas")
-    parser.add_argument("--peers", default="mamba,transformer", help="transformers' Mamba, and its Llama")
+    parser.add_argument("--peers", default="same,transformer", help="with our weights, and Llama beside Mamba")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens behind it")
     parser.add_argument("--repetitions", type=int, default=3)
