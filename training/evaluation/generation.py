@@ -63,9 +63,10 @@ class StepRecorder:
         kept.release()
         return new
 
-    def make_room(self, rows: int, sampling: Sampling, vocab_size: int) -> None:
+    def make_room(self, rows: int, sampling: Sampling, vocab_size: int, room: Room) -> None:
         """Free what is kept if it does not fit a batch that is about to be read."""
-        if self._kept is not None and self._kept.kind != (rows, sampling, vocab_size):
+        kept = self._kept
+        if kept is not None and not (kept.kind == (rows, sampling, vocab_size) and kept.room.fits(room)):
             self.release()
 
     def keep(self, decoding: "_Decoding") -> None:
@@ -123,15 +124,18 @@ def generate(
     distinct = list(dict.fromkeys(map(tuple, prompts)))
     place = {prompt: n for n, prompt in enumerate(distinct)}
     index = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=device)
+    room = Room(leaves_that_grow(model), [len(prompt) for prompt in prompts], tokens)
     if recorder is not None:
-        recorder.make_room(len(prompts), sampling, vocab_size)
+        recorder.make_room(len(prompts), sampling, vocab_size, room)
     hidden, states = read_prompts(model, distinct)
+    if len(distinct) < len(prompts):
+        hidden, states = None if hidden is None else hidden[index], take_rows(states, index)
     # the generators are the CPU's, whose draws are the same beside every device
     draws = torch.stack([torch.rand(tokens, dtype=torch.float64, generator=generator) for generator in generators])
     decoding = _Decoding(
         model,
-        take_rows(states, index),
-        [len(prompt) for prompt in prompts],
+        states,
+        room,
         draws.to(device),
         sampling,
         vocab_size,
@@ -142,7 +146,7 @@ def generate(
         decoding = recorder.resume(decoding)
     finished = False
     try:
-        chosen = decoding.first(None if hidden is None else hidden[index])
+        chosen = decoding.first(hidden)
         numbers = list(range(len(prompts)))
         alive = set(numbers)
         while True:
@@ -188,23 +192,23 @@ class _Weights:
 class _Decoding:
     """Rows of a batch that are decoded together: each one's last token and position, and the States of the tokens before it.
 
-    States, of `read_prompts`, and draws, float64 [B, tokens] uniform in [0, 1), are on the model's device; a step uses a column of
-    draws. lengths: of the prompts.
+    States, of `read_prompts`, which get `room`, and draws, float64 [B, tokens] uniform in [0, 1), are on the model's device; a step
+    uses a column of draws.
     """
 
     def __init__(
         self,
         model: LanguageModel,
         states: States,
-        lengths: Sequence[int],
+        room: Room,
         draws: Tensor,
         sampling: Sampling,
         vocab_size: int,
         recorder: Callable[[torch.device], GraphRecorder] | None,
     ) -> None:
-        self._room = Room(leaves_that_grow(model), lengths, draws.shape[1])
-        pos = torch.tensor(lengths, dtype=torch.int32, device=draws.device)
-        self._model, self._states, self._pos, self._draws = model, self._room.of_prompts(states), pos, draws
+        self.room = room
+        pos = torch.tensor(room.lengths, dtype=torch.int32, device=draws.device)
+        self._model, self._states, self._pos, self._draws = model, self.room.of_prompts(states), pos, draws
         self._sampling, self._vocab_size, self._made = sampling, vocab_size, recorder
         # every context-parallel rank decodes all of a sequence
         self._context = replace(model.forward_context, link=None, overwrite_states=True)
@@ -228,11 +232,10 @@ class _Decoding:
 
     def takes_over(self, new: "_Decoding") -> bool:
         """Go on with the rows of a new batch where they fit what is recorded; whether they do."""
-        fits = self.kind == new.kind and self._inference == new._inference
+        fits = self.kind == new.kind and self.room.fits(new.room) and self._inference == new._inference
         if not fits or self._recorded_weights is None or not self._recorded_weights.still_are_of(self._model):
             return False
-        if not self._room.take_over(new._room, self._states, new._states):
-            return False
+        self.room.take_over(new.room, self._states, new._states)
         self._pos.copy_(new._pos)
         self._draws, self._steps = new._draws, 1
         self._draw.copy_(new._draw)
@@ -245,10 +248,10 @@ class _Decoding:
 
     def step(self) -> list[int]:
         """The token after the last of each row; negative where logits are not finite."""
-        if self._room.is_used:
+        if self.room.is_used:
             self.release()
-            self._states = self._room.enlarge(self._states)
-        self._room.use()
+            self._states = self.room.enlarge(self._states)
+        self.room.use()
         self._draw.copy_(self._draws[:, self._steps])
         self._steps += 1
         if self._replay is not None:
@@ -281,7 +284,9 @@ class _Decoding:
             self._recorder = None
 
     def _run(self) -> None:
-        hidden, after = self._model.through_stages(self._token[:, None], self._pos[:, None], self._states, self._context)
+        # a row that has ended goes on as long as steps are recorded, also where its logits are not finite
+        tokens = self._token.clamp(min=0)[:, None]
+        hidden, after = self._model.through_stages(tokens, self._pos[:, None], self._states, self._context)
         if self._recorder is None:
             self._states = after
         else:  # a replay reads them where this step has read them

@@ -37,9 +37,20 @@ def read_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> tupl
         tokens[row, : lengths[row]] = torch.as_tensor(prompts[n])
     tokens = tokens.to(device)
     pos = torch.arange(lengths[0], dtype=torch.int32, device=device).expand(len(order), -1)
-    ends: list[tuple[Tensor | None, States]] = []  # of the shortest prompts first
+    growing, numbers = leaves_that_grow(model), torch.tensor(order, device=device)
+    last: Tensor | None = None
+    found: States = {}
     states: States | None = None
     start, rows = 0, len(order)
+
+    def put(layer: str, name: str, leaf: Tensor, numbers: Tensor) -> None:
+        """The State of the prompts with these numbers, among those of all."""
+        grows = (layer, name) in growing
+        state = found[layer]
+        if name not in state:
+            state[name] = leaf.new_zeros(len(order), *((lengths[0], *leaf.shape[2:]) if grows else leaf.shape[1:]))
+        state[name][(numbers, slice(lengths[0] - leaf.shape[1], None)) if grows else numbers] = leaf
+
     while rows:
         stop = min(lengths[rows - 1], start + max(1, PREFILL_TOKENS // rows))
         hidden, states = model.through_stages(tokens[:rows, start:stop], pos[:rows, start:stop], states, whole_sequence)
@@ -47,24 +58,17 @@ def read_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> tupl
         while rows and lengths[rows - 1] == stop:
             rows -= 1
         if rows < before:
-            finished = slice(rows, before)
-            ends.append((None if hidden is None else hidden[finished, -1], take_rows(states, finished)))
-            states = take_rows(states, slice(rows))
-    ends.reverse()
-    index = torch.empty(len(order), dtype=torch.int64)
-    index[torch.tensor(order)] = torch.arange(len(order))
-    index = index.to(device)
-    growing = leaves_that_grow(model)
-
-    def together(layer: str, name: str) -> Tensor:
-        leaves = [states[layer][name] for _, states in ends]
-        if (layer, name) in growing:
-            leaves = [_with_rows(leaf, lengths[0] - leaf.shape[1], 0) for leaf in leaves]
-        return torch.cat(leaves)[index]
-
-    hiddens = [hidden for hidden, _ in ends if hidden is not None]
-    all_states = {layer: {name: together(layer, name) for name in state} for layer, state in ends[0][1].items()}
-    return (torch.cat(hiddens)[index] if hiddens else None), all_states
+            if hidden is not None:
+                last = hidden.new_empty(len(order), hidden.shape[-1]) if last is None else last
+                last[numbers[rows:before]] = hidden[rows:before, -1]
+            for layer, state in states.items():
+                found.setdefault(layer, {})
+                for name in tuple(state):  # copied one at a time: views would keep the memory of all rows
+                    leaf = state.pop(name)
+                    put(layer, name, leaf[rows:], numbers[rows:before])
+                    if rows:
+                        state[name] = leaf[:rows]
+    return last, found
 
 
 def leaves_that_grow(model: LanguageModel) -> set[tuple[str, str]]:
@@ -86,14 +90,14 @@ class Room:
     """
 
     def __init__(self, growing: set[tuple[str, str]], lengths: Sequence[int], tokens: int) -> None:
-        self._growing, self._lengths = growing, list(lengths)
+        self._growing, self.lengths = growing, list(lengths)
         self._longest = max(lengths)
         # the last token is not read
         self._most = self._longest + tokens - 1
         self.rows = self._enough(self._longest)
 
     def of_prompts(self, states: States) -> States:
-        """States of `read_prompts`, with room."""
+        """States of `read_prompts`, with room, which replace those given: no two copies of all keys are in memory at once."""
         return self._changed(states, self._moved)
 
     @property
@@ -106,41 +110,45 @@ class Room:
         self._longest += 1
 
     def enlarge(self, states: States) -> States:
-        """States with room, copied to more of it."""
+        """States with room, copied to more of it, which replace those given."""
         before, self.rows = self.rows, self._enough(self.rows + self.rows // 2)
-        return self._changed(states, lambda leaf: _with_rows(leaf, 0, self.rows - before))
+        return self._changed(states, lambda leaf: _with_rows(leaf, self.rows - before))
 
-    def take_over(self, new: "Room", states: States, of_new: States) -> bool:
-        """Copy the States of another batch with as many sequences over `states`, if there is room; whether there was."""
-        if self._growing != new._growing or (self._growing and new.rows > self.rows):
-            return False
+    def fits(self, new: "Room") -> bool:
+        """Whether another batch can take this room over: it is enough, and not so much that steps read many free rows."""
+        return self._growing == new._growing and (not self._growing or new.rows <= self.rows <= 2 * new.rows)
+
+    def take_over(self, new: "Room", states: States, of_new: States) -> None:
+        """Copy the States of another batch with as many sequences, which fits, over `states`."""
         for layer, state in of_new.items():
             for name, leaf in state.items():
                 target = states[layer][name]
-                (target[:, : leaf.shape[1]] if (layer, name) in self._growing else target).copy_(leaf)
+                if (layer, name) in self._growing:
+                    # what a row that had ended has left there may not be finite, and is multiplied by 0
+                    target[:, leaf.shape[1] :].zero_()
+                    target = target[:, : leaf.shape[1]]
+                target.copy_(leaf)
         self._longest, self._most = new._longest, new._most
-        return True
 
     def _enough(self, used: int) -> int:
         return -(-min(self._most, used + _ROOM) // _ROWS) * _ROWS
 
     def _changed(self, states: States, change: Callable[[Tensor], Tensor]) -> States:
-        return {
-            layer: {name: change(leaf) if (layer, name) in self._growing else leaf for name, leaf in state.items()}
-            for layer, state in states.items()
-        }
+        for layer, name in self._growing:
+            states[layer][name] = change(states[layer][name])
+        return states
 
     def _moved(self, leaf: Tensor) -> Tensor:
         """The last rows of each sequence become the first of more rows."""
         longest = leaf.shape[1]
-        if min(self._lengths) < longest:
-            first = longest - torch.tensor(self._lengths, device=leaf.device)
+        if min(self.lengths) < longest:
+            first = longest - torch.tensor(self.lengths, device=leaf.device)
             # behind a shorter prompt's rows its last one stands again, until it is written over
             rows = (torch.arange(longest, device=leaf.device) + first[:, None]).clamp(max=longest - 1)
             leaf = leaf[torch.arange(len(leaf), device=leaf.device)[:, None], rows]
-        return _with_rows(leaf, 0, self.rows - longest)
+        return _with_rows(leaf, self.rows - longest)
 
 
-def _with_rows(leaf: Tensor, before: int, behind: int) -> Tensor:
-    """[B, T, ...] with rows of zeros before and behind the others."""
-    return F.pad(leaf, (*[0, 0] * (leaf.dim() - 2), before, behind)) if before or behind else leaf
+def _with_rows(leaf: Tensor, free: int) -> Tensor:
+    """[B, T, ...] with rows of zeros behind the others."""
+    return F.pad(leaf, (*[0, 0] * (leaf.dim() - 2), 0, free)) if free else leaf
