@@ -317,7 +317,7 @@ from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build_model
 from baton.training.config import TrainingConfig
 from baton.training.step.cuda_graphs import CudaGraphs
-from baton.training.evaluation.generation import Sampling, _Decoding
+from baton.training.evaluation.generation import Draws, Sampling, _Decoding
 from baton.training.evaluation.prompts import Room, leaves_that_grow
 from baton.data_pipeline.packing import Batch
 
@@ -358,7 +358,7 @@ class Recorder:
 def decode(model):
     ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
     states = model(ids, pos)[1]
-    draws = torch.empty(2, 9, dtype=torch.float64, device=META)
+    draws = Draws([0, 0], 9, META)
     decoding = _Decoding(model, states, Room(leaves_that_grow(model), [64, 64], 9), draws, Sampling(0.9, 5, 0.9), 64, None)
     with Watched():
         decoding._run()

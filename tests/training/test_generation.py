@@ -14,6 +14,7 @@ from baton.models.library import language_model
 from baton.models.settings import kinds
 from baton.parallel.cast_weights import drop_cast_weights
 from baton.training.errors import RunError
+from baton.training.evaluation import generation
 from baton.training.evaluation import prompts as prompts_module
 from baton.training.evaluation.generation import Sampling, StepRecorder, generate
 from baton.training.evaluation.prompts import Room, leaves_that_grow, read_prompts
@@ -205,6 +206,19 @@ def test_what_rows_that_have_ended_leave_behind_reaches_no_other():
         held._states[layer][name][:, 9:] = torch.nan
     assert generate(model, prompts, **words, recorder=recorder) == expected
     assert recorder._kept is held
+
+
+def test_what_is_drawn_at_once_changes_no_sample(monkeypatch):
+    """Nor does the number of tokens that there may be, and nothing is kept for all of them."""
+    model, prompts = language_model(model_of("whole"), seed=2), prompts_of((9, 4, 6))
+    words = {"vocab_size": 61, "stop": None, "sampling": Sampling(1.0), "seeds": (3, 1, 2)}
+    words["ended"] = lambda row, ids: len(ids) == (30, 5, 17)[row]
+    expected = generate(model, prompts, tokens=30, **words)
+    monkeypatch.setattr(generation, "_DRAWN", 4)
+    for recorder in (None, StepRecorder(Again)):
+        with MostBytes() as memory:
+            assert generate(model, prompts, tokens=10**8, **words, recorder=recorder) == expected
+        assert memory.bytes < 10**8
 
 
 @pytest.mark.parametrize(("lengths", "times"), [((48,) * 8, 3), (tuple(range(41, 49)), 4)])

@@ -23,6 +23,10 @@ _WEIGHT_BITS = 40
 """Probabilities are drawn from as integers of so many bits, whose sums are exact and therefore alike on every device."""
 
 
+_DRAWN = 1024
+"""Tokens for which numbers are drawn at once, so that memory does not depend on how many may be written."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a token is chosen.
@@ -119,7 +123,6 @@ def generate(
     written: list[list[int]] = [[] for _ in prompts]
     if tokens < 1 or not prompts:
         return written
-    generators = [torch.Generator(device="cpu").manual_seed(seed) for seed in seeds or [0] * len(prompts)]
     device = next(model.parameters()).device
     distinct = list(dict.fromkeys(map(tuple, prompts)))
     place = {prompt: n for n, prompt in enumerate(distinct)}
@@ -130,13 +133,12 @@ def generate(
     hidden, states = read_prompts(model, distinct)
     if len(distinct) < len(prompts):
         hidden, states = None if hidden is None else hidden[index], take_rows(states, index)
-    # the generators are the CPU's, whose draws are the same beside every device
-    draws = torch.stack([torch.rand(tokens, dtype=torch.float64, generator=generator) for generator in generators])
+    draws = Draws(seeds or [0] * len(prompts), tokens, device)
     decoding = _Decoding(
         model,
         states,
         room,
-        draws.to(device),
+        draws,
         sampling,
         vocab_size,
         None if recorder is None else recorder.make,
@@ -189,11 +191,36 @@ class _Weights:
         return self._places == now._places and all(a is b for a, b in zip(self._copies, now._copies, strict=True))
 
 
+class Draws:
+    """A number uniform in [0, 1) for each row and token, of the row's seed: float64 [B] on the device, `left` times more. The
+    generators are the CPU's, whose draws are the same beside every device."""
+
+    def __init__(self, seeds: Sequence[int], tokens: int, device: torch.device) -> None:
+        self.left, self.device = tokens, device
+        self._generators = [torch.Generator(device="cpu").manual_seed(seed) for seed in seeds]
+        self._drawn = torch.empty(len(seeds), 0, dtype=torch.float64, device=device)
+        self._used = 0
+
+    def next(self) -> Tensor:
+        """Of the next token."""
+        if self._used == self._drawn.shape[1]:
+            some = min(_DRAWN, self.left)
+            rows = [torch.rand(some, dtype=torch.float64, generator=generator) for generator in self._generators]
+            self._drawn, self._used = torch.stack(rows).to(self.device), 0
+        self._used += 1
+        self.left -= 1
+        return self._drawn[:, self._used - 1]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Leave all other rows out."""
+        self._generators = [self._generators[row] for row in rows]
+        self._drawn = self._drawn[torch.tensor(rows, device=self.device)]
+
+
 class _Decoding:
     """Rows of a batch that are decoded together: each one's last token and position, and the States of the tokens before it.
 
-    States, of `read_prompts`, which get `room`, and draws, float64 [B, tokens] uniform in [0, 1), are on the model's device; a step
-    uses a column of draws.
+    States, of `read_prompts`, which get `room`, and draws, one for each token, are on the model's device.
     """
 
     def __init__(
@@ -201,7 +228,7 @@ class _Decoding:
         model: LanguageModel,
         states: States,
         room: Room,
-        draws: Tensor,
+        draws: Draws,
         sampling: Sampling,
         vocab_size: int,
         recorder: Callable[[torch.device], GraphRecorder] | None,
@@ -213,8 +240,7 @@ class _Decoding:
         # every context-parallel rank decodes all of a sequence
         self._context = replace(model.forward_context, link=None, overwrite_states=True)
         self._token = torch.zeros(len(pos), dtype=torch.int64, device=pos.device)
-        self._draw = draws[:, 0].clone()
-        self._steps = 1
+        self._draw = draws.next().clone()
         self._inference = torch.is_inference_mode_enabled()
         self._recorded_weights: _Weights | None = None
         self._recorder: GraphRecorder | None = None
@@ -237,7 +263,7 @@ class _Decoding:
             return False
         self.room.take_over(new.room, self._states, new._states)
         self._pos.copy_(new._pos)
-        self._draws, self._steps = new._draws, 1
+        self._draws = new._draws
         self._draw.copy_(new._draw)
         return True
 
@@ -252,11 +278,10 @@ class _Decoding:
             self.release()
             self._states = self.room.enlarge(self._states)
         self.room.use()
-        self._draw.copy_(self._draws[:, self._steps])
-        self._steps += 1
+        self._draw.copy_(self._draws.next())
         if self._replay is not None:
             self._replay()
-        elif self._made is not None and self._draws.shape[1] - self._steps >= _RECORDED_STEPS:
+        elif self._made is not None and self._draws.left >= _RECORDED_STEPS:
             self._recorder = self._made(self._pos.device)
             self._recorder.warm_up(self._run)  # which is this step
             self._replay = self._recorder.record(self._run)
@@ -274,7 +299,8 @@ class _Decoding:
         self.release()
         index = torch.tensor(rows, device=self._pos.device)
         self._states = take_rows(self._states, index)
-        self._token, self._pos, self._draw, self._draws = (x[index] for x in (self._token, self._pos, self._draw, self._draws))
+        self._token, self._pos, self._draw = (x[index] for x in (self._token, self._pos, self._draw))
+        self._draws.keep(rows)
 
     def release(self) -> None:
         """Free what was recorded."""
