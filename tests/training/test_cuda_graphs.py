@@ -317,7 +317,8 @@ from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import build_model
 from baton.training.config import TrainingConfig
 from baton.training.step.cuda_graphs import CudaGraphs
-from baton.training.evaluation.generation import Sampling, _Decoding
+from baton.training.evaluation.generation import Draws, Sampling, _Decoding
+from baton.training.evaluation.prompts import Room, rows_of_tokens
 from baton.data_pipeline.packing import Batch
 
 JITFunction._do_compile = lambda self, key, *_: self  # nothing is compiled here
@@ -357,8 +358,8 @@ class Recorder:
 def decode(model):
     ids, pos = (torch.empty(2, 64, dtype=dtype, device=META) for dtype in (torch.int64, torch.int32))
     states = model(ids, pos)[1]
-    draws = torch.empty(2, 9, dtype=torch.float64, device=META)
-    decoding = _Decoding(model, states, [64, 64], draws, Sampling(0.9, 5, 0.9), 64, None)
+    draws = Draws([0, 0], 9, META)
+    decoding = _Decoding(model, states, Room(rows_of_tokens(model), [64, 64], 9), draws, Sampling(0.9, 5, 0.9), 64, None)
     with Watched():
         decoding._run()
 

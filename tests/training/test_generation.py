@@ -5,13 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from support.compare import relative_error
+from support.memory import MostBytes
 from support.models import model_of
 from support.recurrences import seeded
 
+from baton.models.config import ModelConfig
 from baton.models.library import language_model
 from baton.models.settings import kinds
 from baton.parallel.cast_weights import drop_cast_weights
 from baton.training.errors import RunError
+from baton.training.evaluation import generation
 from baton.training.evaluation import prompts as prompts_module
 from baton.training.evaluation.generation import Sampling, StepRecorder, generate
 from baton.training.evaluation.prompts import Room, read_prompts, rows_of_tokens
@@ -173,6 +176,64 @@ def test_room_for_keys_is_used_again_by_a_batch_that_fits(kind):
     writes(prompts_of((40, 100)), 30, 2)
     writes(prompts_of((1, 1)), 129, 2)
     writes(prompts_of((1, 1)), 300, 3)
+
+
+def test_much_more_room_than_a_batch_needs_is_not_used_again():
+    """Each step would read its free rows."""
+    model, words = language_model(model_of("whole"), seed=2), {"vocab_size": 61, "stop": None, "sampling": Sampling(0)}
+    made.clear()
+    recorder = StepRecorder(Again)
+    for lengths, recordings in (((600, 3), 1), ((300, 2), 1), ((220, 2), 2)):
+        generate(model, prompts_of(lengths), tokens=30, **words, recorder=recorder)
+        assert len(made) == recordings
+    assert not made[0].held
+
+
+def test_what_rows_that_have_ended_leave_behind_reaches_no_other():
+    """They go on with recorded steps; their logits may be no numbers then, and so what they write."""
+    model, prompts, calls = language_model(model_of("whole"), seed=2), prompts_of((9, 4, 6)), []
+    words = {"tokens": 20, "vocab_size": 61, "stop": None, "sampling": Sampling(0)}
+    words["ended"] = lambda row, ids: row == 2 and len(ids) == 5
+    expected, logits = generate(model, prompts, **words), model.logits
+
+    def broken(hidden):
+        calls.append(len(hidden))
+        found = logits(hidden)
+        if len(calls) > 7:
+            found[2] = torch.nan
+        return found
+
+    recorder, model.logits = StepRecorder(Again), broken
+    assert generate(model, prompts, **words, recorder=recorder) == expected
+    assert calls == [3] * 20
+    held, model.logits = recorder._kept, logits
+    for layer, name in rows_of_tokens(model):
+        held._states[layer][name][:, 9:] = torch.nan
+    assert generate(model, prompts, **words, recorder=recorder) == expected
+    assert recorder._kept is held
+
+
+def test_what_is_drawn_at_once_changes_no_sample(monkeypatch):
+    """Nor does the number of tokens that there may be, and nothing is kept for all of them."""
+    model, prompts = language_model(model_of("whole"), seed=2), prompts_of((9, 4, 6))
+    words = {"vocab_size": 61, "stop": None, "sampling": Sampling(1.0), "seeds": (3, 1, 2)}
+    words["ended"] = lambda row, ids: len(ids) == (30, 5, 17)[row]
+    expected = generate(model, prompts, tokens=30, **words)
+    monkeypatch.setattr(generation, "_DRAWN", 4)
+    for recorder in (None, StepRecorder(Again)):
+        with MostBytes() as memory:
+            assert generate(model, prompts, tokens=10**8, **words, recorder=recorder) == expected
+        assert memory.bytes < 10**8
+
+
+@pytest.mark.parametrize(("lengths", "times"), [((48,) * 8, 3), (tuple(range(41, 49)), 4)])
+def test_keys_of_prompts_are_not_in_memory_many_times(lengths, times):
+    attention = {"head_dim": 32, "window": None}
+    config = ModelConfig(d_model=64, n_layers=12, vocab_size=61, pattern=["attention"], mixers={"attention": attention})
+    model = language_model(config)
+    with MostBytes() as memory:
+        generate(model, prompts_of(lengths), tokens=4, vocab_size=61, stop=None)
+    assert memory.bytes < times * 12 * 2 * 64 * 4 * sum(lengths)
 
 
 def test_a_recorded_step_is_used_again_by_a_batch_of_as_many_rows():

@@ -23,6 +23,10 @@ _WEIGHT_BITS = 40
 """Probabilities are drawn from as integers of so many bits, whose sums are exact and therefore alike on every device."""
 
 
+_DRAWN = 1024
+"""Tokens for which numbers are drawn at once, so that memory does not depend on how many may be written."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a token is chosen.
@@ -63,9 +67,10 @@ class StepRecorder:
         kept.release()
         return new
 
-    def make_room(self, rows: int, sampling: Sampling, vocab_size: int) -> None:
+    def make_room(self, rows: int, sampling: Sampling, vocab_size: int, room: Room) -> None:
         """Free what is kept if it does not fit a batch that is about to be read."""
-        if self._kept is not None and self._kept.kind != (rows, sampling, vocab_size):
+        kept = self._kept
+        if kept is not None and not (kept.kind == (rows, sampling, vocab_size) and kept.room.fits(room)):
             self.release()
 
     def keep(self, decoding: "_Decoding") -> None:
@@ -118,21 +123,22 @@ def generate(
     written: list[list[int]] = [[] for _ in prompts]
     if tokens < 1 or not prompts:
         return written
-    generators = [torch.Generator(device="cpu").manual_seed(seed) for seed in seeds or [0] * len(prompts)]
     device = next(model.parameters()).device
     distinct = list(dict.fromkeys(map(tuple, prompts)))
     place = {prompt: n for n, prompt in enumerate(distinct)}
     index = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=device)
+    room = Room(rows_of_tokens(model), [len(prompt) for prompt in prompts], tokens)
     if recorder is not None:
-        recorder.make_room(len(prompts), sampling, vocab_size)
+        recorder.make_room(len(prompts), sampling, vocab_size, room)
     hidden, states = read_prompts(model, distinct)
-    # the generators are the CPU's, whose draws are the same beside every device
-    draws = torch.stack([torch.rand(tokens, dtype=torch.float64, generator=generator) for generator in generators])
+    if len(distinct) < len(prompts):
+        hidden, states = None if hidden is None else hidden[index], take_rows(states, index)
+    draws = Draws(seeds or [0] * len(prompts), tokens, device)
     decoding = _Decoding(
         model,
-        take_rows(states, index),
-        [len(prompt) for prompt in prompts],
-        draws.to(device),
+        states,
+        room,
+        draws,
         sampling,
         vocab_size,
         None if recorder is None else recorder.make,
@@ -142,7 +148,7 @@ def generate(
         decoding = recorder.resume(decoding)
     finished = False
     try:
-        chosen = decoding.first(None if hidden is None else hidden[index])
+        chosen = decoding.first(hidden)
         numbers = list(range(len(prompts)))
         alive = set(numbers)
         while True:
@@ -185,32 +191,56 @@ class _Weights:
         return self._places == now._places and all(a is b for a, b in zip(self._copies, now._copies, strict=True))
 
 
+class Draws:
+    """A number uniform in [0, 1) for each row and token, of the row's seed: float64 [B] on the device, `left` times more. The
+    generators are the CPU's, whose draws are the same beside every device."""
+
+    def __init__(self, seeds: Sequence[int], tokens: int, device: torch.device) -> None:
+        self.left, self.device = tokens, device
+        self._generators = [torch.Generator(device="cpu").manual_seed(seed) for seed in seeds]
+        self._drawn = torch.empty(len(seeds), 0, dtype=torch.float64, device=device)
+        self._used = 0
+
+    def next(self) -> Tensor:
+        """Of the next token."""
+        if self._used == self._drawn.shape[1]:
+            some = min(_DRAWN, self.left)
+            rows = [torch.rand(some, dtype=torch.float64, generator=generator) for generator in self._generators]
+            self._drawn, self._used = torch.stack(rows).to(self.device), 0
+        self._used += 1
+        self.left -= 1
+        return self._drawn[:, self._used - 1]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Leave all other rows out."""
+        self._generators = [self._generators[row] for row in rows]
+        self._drawn = self._drawn[torch.tensor(rows, device=self.device)]
+
+
 class _Decoding:
     """Rows of a batch that are decoded together: each one's last token and position, and the States of the tokens before it.
 
-    States, of `read_prompts`, and draws, float64 [B, tokens] uniform in [0, 1), are on the model's device; a step uses a column of
-    draws. lengths: of the prompts.
+    States, of `read_prompts`, which get `room`, and draws, one for each token, are on the model's device.
     """
 
     def __init__(
         self,
         model: LanguageModel,
         states: States,
-        lengths: Sequence[int],
-        draws: Tensor,
+        room: Room,
+        draws: Draws,
         sampling: Sampling,
         vocab_size: int,
         recorder: Callable[[torch.device], GraphRecorder] | None,
     ) -> None:
-        self._room = Room(rows_of_tokens(model), lengths, draws.shape[1])
-        pos = torch.tensor(lengths, dtype=torch.int32, device=draws.device)
-        self._model, self._states, self._pos, self._draws = model, self._room.of_prompts(states), pos, draws
+        self.room = room
+        pos = torch.tensor(room.lengths, dtype=torch.int32, device=draws.device)
+        self._model, self._states, self._pos, self._draws = model, self.room.of_prompts(states), pos, draws
         self._sampling, self._vocab_size, self._made = sampling, vocab_size, recorder
         # every context-parallel rank decodes all of a sequence
         self._context = replace(model.forward_context, link=None, overwrite_states=True)
         self._token = torch.zeros(len(pos), dtype=torch.int64, device=pos.device)
-        self._draw = draws[:, 0].clone()
-        self._steps = 1
+        self._draw = draws.next().clone()
         self._inference = torch.is_inference_mode_enabled()
         self._recorded_weights: _Weights | None = None
         self._recorder: GraphRecorder | None = None
@@ -228,13 +258,12 @@ class _Decoding:
 
     def takes_over(self, new: "_Decoding") -> bool:
         """Go on with the rows of a new batch where they fit what is recorded; whether they do."""
-        fits = self.kind == new.kind and self._inference == new._inference
+        fits = self.kind == new.kind and self.room.fits(new.room) and self._inference == new._inference
         if not fits or self._recorded_weights is None or not self._recorded_weights.still_are_of(self._model):
             return False
-        if not self._room.take_over(new._room, self._states, new._states):
-            return False
+        self.room.take_over(new.room, self._states, new._states)
         self._pos.copy_(new._pos)
-        self._draws, self._steps = new._draws, 1
+        self._draws = new._draws
         self._draw.copy_(new._draw)
         return True
 
@@ -245,15 +274,14 @@ class _Decoding:
 
     def step(self) -> list[int]:
         """The token after the last of each row; negative where logits are not finite."""
-        if self._room.is_used:
+        if self.room.is_used:
             self.release()
-            self._states = self._room.enlarge(self._states)
-        self._room.use()
-        self._draw.copy_(self._draws[:, self._steps])
-        self._steps += 1
+            self._states = self.room.enlarge(self._states)
+        self.room.use()
+        self._draw.copy_(self._draws.next())
         if self._replay is not None:
             self._replay()
-        elif self._made is not None and self._draws.shape[1] - self._steps >= _RECORDED_STEPS:
+        elif self._made is not None and self._draws.left >= _RECORDED_STEPS:
             self._recorder = self._made(self._pos.device)
             self._recorder.warm_up(self._run)  # which is this step
             self._replay = self._recorder.record(self._run)
@@ -271,7 +299,8 @@ class _Decoding:
         self.release()
         index = torch.tensor(rows, device=self._pos.device)
         self._states = take_rows(self._states, index)
-        self._token, self._pos, self._draw, self._draws = (x[index] for x in (self._token, self._pos, self._draw, self._draws))
+        self._token, self._pos, self._draw = (x[index] for x in (self._token, self._pos, self._draw))
+        self._draws.keep(rows)
 
     def release(self) -> None:
         """Free what was recorded."""
@@ -281,7 +310,9 @@ class _Decoding:
             self._recorder = None
 
     def _run(self) -> None:
-        hidden, after = self._model.through_stages(self._token[:, None], self._pos[:, None], self._states, self._context)
+        # a row that has ended goes on as long as steps are recorded, also where its logits are not finite
+        tokens = self._token.clamp(min=0)[:, None]
+        hidden, after = self._model.through_stages(tokens, self._pos[:, None], self._states, self._context)
         if self._recorder is None:
             self._states = after
         else:  # a replay reads them where this step has read them

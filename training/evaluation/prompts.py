@@ -37,9 +37,20 @@ def read_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> tupl
         tokens[row, : lengths[row]] = torch.as_tensor(prompts[n])
     tokens = tokens.to(device)
     pos = torch.arange(lengths[0], dtype=torch.int32, device=device).expand(len(order), -1)
-    ends: list[tuple[Tensor | None, States]] = []  # of the shortest prompts first
+    windows, numbers = rows_of_tokens(model), torch.tensor(order, device=device)
+    last: Tensor | None = None
+    found: States = {}
     states: States | None = None
     start, rows = 0, len(order)
+
+    def put(layer: str, name: str, leaf: Tensor, numbers: Tensor) -> None:
+        """The State of the prompts with these numbers, among those of all."""
+        grows = windows.get((layer, name), 0) is None
+        state = found[layer]
+        if name not in state:
+            state[name] = leaf.new_zeros(len(order), *((lengths[0], *leaf.shape[2:]) if grows else leaf.shape[1:]))
+        state[name][(numbers, slice(lengths[0] - leaf.shape[1], None)) if grows else numbers] = leaf
+
     while rows:
         stop = min(lengths[rows - 1], start + max(1, PREFILL_TOKENS // rows))
         hidden, states = model.through_stages(tokens[:rows, start:stop], pos[:rows, start:stop], states, whole_sequence)
@@ -47,24 +58,17 @@ def read_prompts(model: LanguageModel, prompts: Sequence[Sequence[int]]) -> tupl
         while rows and lengths[rows - 1] == stop:
             rows -= 1
         if rows < before:
-            finished = slice(rows, before)
-            ends.append((None if hidden is None else hidden[finished, -1], take_rows(states, finished)))
-            states = take_rows(states, slice(rows))
-    ends.reverse()
-    index = torch.empty(len(order), dtype=torch.int64)
-    index[torch.tensor(order)] = torch.arange(len(order))
-    index = index.to(device)
-    growing = rows_of_tokens(model)
-
-    def together(layer: str, name: str) -> Tensor:
-        leaves = [states[layer][name] for _, states in ends]
-        if growing.get((layer, name), 0) is None:
-            leaves = [_with_rows(leaf, lengths[0] - leaf.shape[1], 0) for leaf in leaves]
-        return torch.cat(leaves)[index]
-
-    hiddens = [hidden for hidden, _ in ends if hidden is not None]
-    all_states = {layer: {name: together(layer, name) for name in state} for layer, state in ends[0][1].items()}
-    return (torch.cat(hiddens)[index] if hiddens else None), all_states
+            if hidden is not None:
+                last = hidden.new_empty(len(order), hidden.shape[-1]) if last is None else last
+                last[numbers[rows:before]] = hidden[rows:before, -1]
+            for layer, state in states.items():
+                found.setdefault(layer, {})
+                for name in tuple(state):  # copied one at a time: views would keep the memory of all rows
+                    leaf = state.pop(name)
+                    put(layer, name, leaf[rows:], numbers[rows:before])
+                    if rows:
+                        state[name] = leaf[:rows]
+    return last, found
 
 
 def rows_of_tokens(model: LanguageModel) -> dict[tuple[str, str], int | None]:
@@ -92,68 +96,74 @@ class Room:
     """
 
     def __init__(self, windows: Mapping[tuple[str, str], int | None], lengths: Sequence[int], tokens: int) -> None:
-        self._windows, self._lengths = dict(windows), list(lengths)
+        self._windows, self.lengths = dict(windows), list(lengths)
         self._longest = max(lengths)
         # the last token is not read
         self._most = self._longest + tokens - 1
-        self._rows = self._enough(self._longest)
+        self._limit = -(-self._most // _ROWS) * _ROWS
+        self.rows = self._enough(self._longest)
 
     def of_prompts(self, states: States) -> States:
-        """States of `read_prompts`, with room."""
+        """States of `read_prompts`, with room, which replace those given: no two copies of all keys are in memory at once."""
         return self._changed(states, self._moved)
 
     @property
     def is_used(self) -> bool:
         """Whether the next token has no row."""
-        return None in self._windows.values() and self._longest >= self._rows
+        return None in self._windows.values() and self._longest >= self.rows
 
     def use(self) -> None:
         """Count a token of each sequence."""
         self._longest += 1
 
     def enlarge(self, states: States) -> States:
-        """States with room, copied to more of it."""
-        before, self._rows = self._rows, self._enough(self._rows + self._rows // 2)
-        more = self._rows - before
-        return self._changed(states, lambda leaf, window: leaf if window else _with_rows(leaf, 0, more))
+        """States with room, copied to more of it, which replace those given."""
+        before, self.rows = self.rows, self._enough(self.rows + self.rows // 2)
+        more = self.rows - before
+        return self._changed(states, lambda leaf, window: _with_rows(leaf, more) if window is None else leaf)
 
-    def take_over(self, new: "Room", states: States, of_new: States) -> bool:
-        """Copy the States of another batch with as many sequences over `states`, if there is room; whether there was."""
-        pairs = [(states[layer][name], leaf, (layer, name)) for layer, state in of_new.items() for name, leaf in state.items()]
-        if any(leaf.shape[1] > kept.shape[1] for kept, leaf, place in pairs if place in self._windows):
-            return False
-        for kept, leaf, place in pairs:
-            (kept[:, : leaf.shape[1]] if place in self._windows else kept).copy_(leaf)
+    def fits(self, new: "Room") -> bool:
+        """Whether another batch can take this room over: it is enough, and not so much that steps read many free rows."""
+        pairs = [(self._rows_of(window), new._rows_of(window)) for window in self._windows.values()]
+        return self._windows == new._windows and all(wanted <= rows <= 2 * wanted for rows, wanted in pairs)
+
+    def take_over(self, new: "Room", states: States, of_new: States) -> None:
+        """Copy the States of another batch with as many sequences, which fits, over `states`."""
+        for layer, state in of_new.items():
+            for name, leaf in state.items():
+                target = states[layer][name]
+                if (layer, name) in self._windows:
+                    # what a row that had ended has left there may not be finite, and is multiplied by 0
+                    target[:, leaf.shape[1] :].zero_()
+                    target = target[:, : leaf.shape[1]]
+                target.copy_(leaf)
         self._longest, self._most = new._longest, new._most
-        return True
 
     def _enough(self, used: int) -> int:
         return -(-min(self._most, used + _ROOM) // _ROWS) * _ROWS
 
+    def _rows_of(self, window: int | None) -> int:
+        return self.rows if window is None else min(window, self._limit)
+
     def _changed(self, states: States, change: Callable[[Tensor, int | None], Tensor]) -> States:
-        return {
-            layer: {
-                name: change(leaf, self._windows[layer, name]) if (layer, name) in self._windows else leaf
-                for name, leaf in state.items()
-            }
-            for layer, state in states.items()
-        }
+        for (layer, name), window in self._windows.items():
+            states[layer][name] = change(states[layer][name], window)
+        return states
 
     def _moved(self, leaf: Tensor, window: int | None) -> Tensor:
         """[B, rows, ...] of the last tokens of each sequence in order: each one's row becomes that of its position."""
-        there = leaf.shape[1]
-        rows = self._rows if window is None else min(window, -(-self._most // _ROWS) * _ROWS)
-        if min(self._lengths) == max(self._lengths) == there:
-            return _with_rows(leaf, 0, rows - there)
-        lengths, at = torch.tensor(self._lengths, device=leaf.device)[:, None], torch.arange(rows, device=leaf.device)
+        there, rows = leaf.shape[1], self._rows_of(window)
+        if min(self.lengths) == max(self.lengths) == there:
+            return _with_rows(leaf, rows - there)
         if there == 0:  # a window of the token alone
             return leaf.new_zeros(len(leaf), rows, *leaf.shape[2:])
+        lengths, at = torch.tensor(self.lengths, device=leaf.device)[:, None], torch.arange(rows, device=leaf.device)
         # of the row's last token; where none has been read, and where the next one will be, any row stands
         position = lengths - 1 - (lengths - 1 - at) % rows
         from_row = (there - (lengths - position)).clamp(0, there - 1)
         return leaf[torch.arange(len(leaf), device=leaf.device)[:, None], from_row]
 
 
-def _with_rows(leaf: Tensor, before: int, behind: int) -> Tensor:
-    """[B, T, ...] with rows of zeros before and behind the others."""
-    return F.pad(leaf, (*[0, 0] * (leaf.dim() - 2), before, behind)) if before or behind else leaf
+def _with_rows(leaf: Tensor, free: int) -> Tensor:
+    """[B, T, ...] with rows of zeros behind the others."""
+    return F.pad(leaf, (*[0, 0] * (leaf.dim() - 2), 0, free)) if free else leaf
