@@ -10,6 +10,7 @@ next measurement.
 import fcntl
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -32,6 +33,12 @@ PROVENANCE = ("command", "commit", "device", "date", "torch", "triton")
 """The fields of a row that say how it was measured."""
 FIELDS = (*KEY, "ours", "peer", "ratio", "gate", *PROVENANCE, "kernels")
 """All fields of a row. kernels: their version (kernel_version.py), "" where the case is not about one mixer's kernels."""
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest; NaN if any is NaN, which `max` passes over unless it comes first."""
+    found = list(errors)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 class Report:

@@ -12,6 +12,7 @@ import torch
 sys.path.append(str(Path(__file__).parent))  # after -P has kept it out
 
 from support import grid
+from support.compare import worst
 from support.pool import Pool
 
 from baton.parallel import mesh as meshes
@@ -144,11 +145,11 @@ def table(found):
     yield f"| | {' | '.join(mixers)} |"
     yield f"| --- |{' --- |' * len(mixers)}"
     for layout, cells in found.items():
-        yield f"| {layout} | {' | '.join(f'{max(cells[m].values()):.0e}' if m in cells else '' for m in mixers)} |"
+        yield f"| {layout} | {' | '.join(f'{worst(cells[m].values()):.0e}' if m in cells else '' for m in mixers)} |"
 
 
 def largest(found, key):
-    return max(errors[key] for cells in found.values() for errors in cells.values())
+    return worst(errors[key] for cells in found.values() for errors in cells.values())
 
 
 if __name__ == "__main__":

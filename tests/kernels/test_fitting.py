@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.compare import relative_error
+from support.compare import relative_error, worst
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
 
@@ -58,7 +58,7 @@ def test_blocks_are_halved_until_they_fit_and_results_stay(gpu_with, capsys):
     halved = gpu_with(64)
     found, again = attention(), attention()
     assert halved == [(32, 32, 1)] * 6
-    assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-6
+    assert worst(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-6
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3  # each kernel once

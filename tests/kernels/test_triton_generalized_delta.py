@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from support.bfloat16 import products_of_bfloat16
-from support.compare import relative_error
+from support.compare import relative_error, worst
 from support.recurrences import gradients, positions, seeded
 
 from baton.kernels.delta_rule.triton_launch import LaunchConfig as DeltaRuleLaunchConfig
@@ -64,7 +64,7 @@ def compare(sizes, config, *, starts, dtype=torch.float32, op=generalized_delta_
     wanted = generalized_delta_rule_reference(*leaves[:6], scale=0.7, pos=pos, initial_state=leaves[6])
     wanted = [*wanted, *gradients(wanted, leaves, seeded(5))]
     errors = {name: relative_error(x.cpu(), y) for name, x, y in zip(NAMES, found, wanted, strict=True)}
-    assert max(errors.values()) <= (limit or LIMITS[dtype]), errors
+    assert worst(errors.values()) <= (limit or LIMITS[dtype]), errors
     with torch.no_grad():
         plain = run()
     assert all(torch.equal(x, y) for x, y in zip(plain, o, strict=True))

@@ -1,7 +1,16 @@
 """The relative error between two tensors that all tests use."""
 
+import math
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest; NaN if any is NaN, which `max` passes over unless it comes first."""
+    found = list(errors)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:

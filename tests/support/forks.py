@@ -26,6 +26,9 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 TESTS = Path(__file__).resolve().parents[1]
+_PATH = os.environ.get("PYTHONPATH")
+"""By which this process has found the packages, where they are not those installed."""
+
 NAMED = "rank-"
 """The name of a rank's process, with its number: its command line is that of the process it was forked from."""
 
@@ -106,7 +109,9 @@ class Nursery:
                 # DeepSpeed reads this when it is imported (parallel.compat)
                 # no device is visible: what DeepSpeed imports late asks CUDA for them, and a rank that is forked then starts afresh
                 environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                environment.pop("PYTHONPATH", None)  # a test's, for the processes that are forked for it
+                # a test's is for the processes that are forked for it
+                environment.pop("PYTHONPATH", None)
+                environment |= {"PYTHONPATH": _PATH} if _PATH else {}
                 words = [sys.executable, "-P", "-c", code]
                 subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
             self._connection = Connection(ours.detach())

@@ -28,7 +28,7 @@ from baton.training.build import DTYPES, build
 from baton.training.checkpoint.shard_boxes import KINDS, optimizer_boxes
 from baton.training.lr_schedule import learning_rates
 from baton.training.step.executor import StepExecutor
-from support.compare import relative_error
+from support.compare import relative_error, worst
 from support.models import SEQUENCE_LENGTH, SEQUENCES, Batch, model_of, step_batch, training
 
 STEPS, ACCUMULATION, RANKS = 2, 2, 8
@@ -268,8 +268,8 @@ def errors(expected: Trained, shares: Sequence[Share]) -> dict[str, float]:
     Raises AssertionError if the ranks' boxes do not make up every tensor.
     """
     found = {
-        "loss": max(relative(row[0], want[0]) for share in shares for row, want in zip(share.rows, expected.rows, strict=True)),
-        "norm": max(relative(row[1], want[1]) for share in shares for row, want in zip(share.rows, expected.rows, strict=True)),
+        "loss": worst(relative(row[0], want[0]) for share in shares for row, want in zip(share.rows, expected.rows, strict=True)),
+        "norm": worst(relative(row[1], want[1]) for share in shares for row, want in zip(share.rows, expected.rows, strict=True)),
     }
     whole = {key: torch.full(values.shape, math.nan) for key, values in expected.tensors.items()}
     for share in shares:
@@ -278,12 +278,12 @@ def errors(expected: Trained, shares: Sequence[Share]) -> dict[str, float]:
                 assert tuple(whole[key].shape) == shape, key
                 whole[key][tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))] = data
     for kind in KINDS:
-        found[kind] = max(expected.error(key, whole[key]) for key in expected.tensors if key.startswith(f"{kind}."))
+        found[kind] = worst(expected.error(key, whole[key]) for key in expected.tensors if key.startswith(f"{kind}."))
         assert not math.isnan(found[kind]), f"{kind}: no rank has all of it"
     held = [expected.error(f"master.{name}", p) for share in shares for name, p in share.parameters.items()]
     names = {name for share in shares for name in share.parameters}
     assert {f"master.{name}" for name in names} == {key for key in expected.tensors if key.startswith("master.")}
-    return {**found, "parameters": max(held)}
+    return {**found, "parameters": worst(held)}
 
 
 @cache
