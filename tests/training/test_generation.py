@@ -117,6 +117,19 @@ class Again:
 made = []
 
 
+def comparing(model, words):
+    """A recorder, and a function that writes with and without it and counts what has been recorded since."""
+    made.clear()
+    recorder = StepRecorder(Again)
+
+    def writes(prompts, tokens, recordings):
+        expected = generate(model, prompts, tokens=tokens, **words)
+        assert generate(model, prompts, tokens=tokens, **words, recorder=recorder) == expected
+        assert len(made) == recordings
+
+    return recorder, writes
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_recorded_steps_are_steps(kind):
     """Rows that have ended are carried along until half of them are left, for which steps are recorded anew."""
@@ -163,14 +176,7 @@ def test_attention_writes_what_reading_all_again_would(window, lengths, monkeypa
 @pytest.mark.parametrize("kind", ["full_attention", "whole"])
 def test_room_for_keys_is_used_again_by_a_batch_that_fits(kind):
     model, words = language_model(model_of(kind), seed=2), {"vocab_size": 61, "stop": None, "sampling": Sampling(0.9)}
-    made.clear()
-    recorder = StepRecorder(Again)
-
-    def writes(prompts, tokens, recordings):
-        expected = generate(model, prompts, tokens=tokens, **words)
-        assert generate(model, prompts, tokens=tokens, **words, recorder=recorder) == expected
-        assert len(made) == recordings
-
+    _, writes = comparing(model, words)
     writes(prompts_of((40, 3)), 30, 1)
     writes(prompts_of((2, 7)), 30, 1)
     writes(prompts_of((40, 100)), 30, 2)
@@ -239,14 +245,7 @@ def test_keys_of_prompts_are_not_in_memory_many_times(lengths, times):
 def test_a_recorded_step_is_used_again_by_a_batch_of_as_many_rows():
     """By no other batch, and not after the weights have changed; what has failed is not kept."""
     model, words = language_model(model_of("mamba"), seed=2), {"vocab_size": 61, "stop": None, "sampling": Sampling(0.9)}
-    made.clear()
-    recorder = StepRecorder(Again)
-
-    def writes(prompts, tokens, recordings):
-        expected = generate(model, prompts, tokens=tokens, **words)
-        assert generate(model, prompts, tokens=tokens, **words, recorder=recorder) == expected
-        assert len(made) == recordings
-
+    recorder, writes = comparing(model, words)
     writes(prompts_of(), 30, 1)
     writes(prompts_of((8, 2, 2, 30, 1, 7)), 20, 1)
     writes(prompts_of((8, 2)), 30, 2)

@@ -100,7 +100,7 @@ class Room:
         self._longest = max(lengths)
         # the last token is not read
         self._most = self._longest + tokens - 1
-        self._limit = -(-self._most // _ROWS) * _ROWS
+        self._limit = _whole(self._most)
         self.rows = self._enough(self._longest)
 
     def of_prompts(self, states: States) -> States:
@@ -140,7 +140,7 @@ class Room:
         self._longest, self._most = new._longest, new._most
 
     def _enough(self, used: int) -> int:
-        return -(-min(self._most, used + _ROOM) // _ROWS) * _ROWS
+        return _whole(min(self._most, used + _ROOM))
 
     def _rows_of(self, window: int | None) -> int:
         return self.rows if window is None else min(window, self._limit)
@@ -162,6 +162,11 @@ class Room:
         position = lengths - 1 - (lengths - 1 - at) % rows
         from_row = (there - (lengths - position)).clamp(0, there - 1)
         return leaf[torch.arange(len(leaf), device=leaf.device)[:, None], from_row]
+
+
+def _whole(rows: int) -> int:
+    """The next multiple of _ROWS."""
+    return -(-rows // _ROWS) * _ROWS
 
 
 def _with_rows(leaf: Tensor, free: int) -> Tensor:
