@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -198,25 +199,29 @@ class ShootOut:
 
     def family(self, name: str) -> dict[str, Any]:
         """A family's record."""
-        found = self.sweep(name)
+        found = self.sweep(name, at_once=2)
         rows = self.train(name, name, self.size.steps, found["rate"])
         if not rows:
             raise SystemExit(f"{name}: the run failed; see {self.log}")
+        found |= {"speed": speed_of(rows) | self.report.provenance}
         record = {"family": name, "parameters": parameters(model_of(name, self.tiny)), "model": model_of(name, self.tiny)}
         return record | found | {"curve": curve_of(rows)} | self._measured(name)
 
-    def sweep(self, name: str, known: dict[str, float] | None = None) -> dict[str, Any]:
-        """Losses of short runs, the best rate, and the speed of its run. known: losses by rate, which are not measured again."""
+    def sweep(self, name: str, known: dict[str, float] | None = None, at_once: int = 1) -> dict[str, Any]:
+        """Losses of short runs, the best rate, and the speed of its run. known: losses by rate, which are not measured again;
+        at_once: runs that share the GPU, which makes their speed meaningless."""
         asked = [rate for rate in RATES if f"{rate:g}" not in (known or {})]
-        runs = {rate: self.train(f"{name}-{rate:g}", name, self.size.sweep, rate) for rate in asked}
+        with ThreadPoolExecutor(at_once) as pool:
+            found = pool.map(lambda rate: self.train(f"{name}-{rate:g}", name, self.size.sweep, rate), asked)
+            runs = dict(zip(asked, found, strict=True))
         losses = {float(rate): loss for rate, loss in (known or {}).items()} | {
             rate: last_loss(rows) for rate, rows in runs.items()
         }
         rate = min(losses, key=lambda rate: losses[rate])
         if not math.isfinite(losses[rate]):
             raise SystemExit(f"{name}: every run of the sweep failed; see {self.log}")
-        found = {"rate": rate, "sweep": {f"{rate:g}": losses[rate] for rate in sorted(losses)}}
-        return found | ({"speed": speed_of(runs[rate]) | self.report.provenance} if rate in runs else {})
+        chosen = {"rate": rate, "sweep": {f"{rate:g}": losses[rate] for rate in sorted(losses)}}
+        return chosen | ({"speed": speed_of(runs[rate]) | self.report.provenance} if rate in runs else {})
 
     def decoded(self, run: str) -> dict[str, Any]:
         """Speed of decoding with a run's last checkpoint."""

@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[str, list[str]]] = {
     **{name: (name, []) for name in ("mamba-130m", "mamba-370m", "mamba-2.8b", "mamba2-370m", "mamba2-1.3b", "transformer-350m")},
     **{f"{kind}-{size}": (f"{kind}-{size}", []) for kind in ("gsa", "gla", "delta-net", "retnet", "hgrn2", "gated-delta-net")
        for size in ("340m", "1.3b") if (kind, size) != ("gsa", "1.3b")},
-    "gsa-2.7b": ("gsa-2.7b", []),
+    **{name: (name, []) for name in ("gsa-2.7b", "gated-delta-net-hybrid-1.3b")},
 }  # fmt: skip
 """A name in configs/models, and settings over it."""
 TINY = {
