@@ -78,6 +78,7 @@ for _size in ("340m", "1.3b", "2.7b"):
     TINY |= {f"{kind}-{_size}": [f"model.mixers.{kind}={{kind: {kind}, d_key: 32}}"] for kind in ("retnet", "hgrn2")}
     TINY[f"gla-{_size}"] = ["model.mixers.gla={kind: gla, heads: 2}"]
 TINY["transformer-350m"] = TINY["transformer"]
+TINY["gated-delta-net-hybrid-1.3b"] = TINY["gated-delta-net-1.3b"] + TINY["transformer"]
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,8 @@ class Bench:
         """What a function writes in a process of its own. None: it failed, or took too long."""
         found = path.with_suffix(f".{function.__name__}.json")
         found.unlink(missing_ok=True)
-        process = mp.get_context("spawn").Process(target=function, args=(str(path), str(found), *words), daemon=True)
+        # no daemon: those must not start processes, and the reference reads its text in one
+        process = mp.get_context("spawn").Process(target=function, args=(str(path), str(found), *words))
         process.start()
         process.join(max(60.0, self.left()))
         if process.is_alive():
