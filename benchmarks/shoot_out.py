@@ -3,8 +3,8 @@
 Each model has 130 million parameters (the gate: within 2 %), as many layers or as wide an MLP as that takes, and learns the same
 100 million tokens of source code and documentation (shoot_out_text.py), in windows of 2048 tokens. The learning rate is the best
 one of a sweep of short runs; all else is the same for all. After the last step the held-out text, recall, needles, decoding and the
-size of the State are measured. Each family has a record, `results/shoot_out/NAME.json`, with its whole curve; shoot_out_page.py
-makes docs/shoot-out.md and its pictures of all records.
+size of the State are measured. Each family has a record, `results/shoot_out/NAME.json`, with its whole curve, which is written when
+the run is done and again when the rest is measured; shoot_out_page.py makes docs/shoot-out.md and its pictures of all records.
 
     python benchmarks/shoot_out_text.py TEXT
     python benchmarks/shoot_out.py --text TEXT --folder FOLDER --only mamba,transformer [--tiny]
@@ -21,12 +21,11 @@ also on a CPU, to see that the program runs; the records go to FOLDER.
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -197,19 +196,21 @@ class ShootOut:
         status = baton("train", str(file), log=self.log)
         return read_metrics(folder / "metrics.jsonl") if status == 0 else []
 
-    def family(self, name: str) -> dict[str, Any]:
-        """A family's record."""
+    def family(self, name: str) -> Iterator[dict[str, Any]]:
+        """A family's record: of its training, and once more with what is measured behind it."""
         found = self.sweep(name, at_once=2)
         rows = self.train(name, name, self.size.steps, found["rate"])
         if not rows:
             raise SystemExit(f"{name}: the run failed; see {self.log}")
         found |= {"speed": speed_of(rows) | self.report.provenance}
         record = {"family": name, "parameters": parameters(model_of(name, self.tiny)), "model": model_of(name, self.tiny)}
-        return record | found | {"curve": curve_of(rows)} | self._measured(name)
+        record |= found | {"curve": curve_of(rows)}
+        yield record
+        yield record | self._measured(name)
 
-    def sweep(self, name: str, known: dict[str, float] | None = None, at_once: int = 1) -> dict[str, Any]:
-        """Losses of short runs, the best rate, and the speed of its run. known: losses by rate, which are not measured again;
-        at_once: runs that share the GPU, which makes their speed meaningless."""
+    def sweep(self, name: str, known: dict[str, float | None] | None = None, at_once: int = 1) -> dict[str, Any]:
+        """Losses of short runs (None: it diverged), the best rate, and the speed of its run. known: losses by rate, which are not
+        measured again; at_once: runs that share the GPU, which makes their speed meaningless."""
         asked = [rate for rate in RATES if f"{rate:g}" not in (known or {})]
         with ThreadPoolExecutor(at_once) as pool:
             found = pool.map(lambda rate: self.train(f"{name}-{rate:g}", name, self.size.sweep, rate), asked)
@@ -217,9 +218,10 @@ class ShootOut:
         losses = {float(rate): loss for rate, loss in (known or {}).items()} | {
             rate: last_loss(rows) for rate, rows in runs.items()
         }
-        rate = min(losses, key=lambda rate: losses[rate])
-        if not math.isfinite(losses[rate]):
+        finite = {rate: loss for rate, loss in losses.items() if loss is not None}
+        if not finite:
             raise SystemExit(f"{name}: every run of the sweep failed; see {self.log}")
+        rate = min(finite, key=lambda rate: finite[rate])
         chosen = {"rate": rate, "sweep": {f"{rate:g}": losses[rate] for rate in sorted(losses)}}
         return chosen | ({"speed": speed_of(runs[rate]) | self.report.provenance} if rate in runs else {})
 
@@ -256,8 +258,8 @@ class ShootOut:
         return found | {"needles": row}
 
 
-def last_loss(rows: Sequence[dict[str, Any]]) -> float:
-    return next((row["loss"] for row in reversed(rows) if row["kind"] == "evaluation"), math.inf)
+def last_loss(rows: Sequence[dict[str, Any]]) -> float | None:
+    return next((row["loss"] for row in reversed(rows) if row["kind"] == "evaluation"), None)
 
 
 def curve_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -364,9 +366,11 @@ def main() -> None:
             record |= found
             if arguments.speed:
                 record |= shoot_out.decoded(f"{name}-{found['rate']:g}")
+            file.write_text(json.dumps(record, indent=1) + "\n")
         else:
-            record = report.provenance | shoot_out.family(name) | {"text": text}
-        file.write_text(json.dumps(record, indent=1) + "\n")
+            for found in shoot_out.family(name):
+                record = report.provenance | found | {"text": text}
+                file.write_text(json.dumps(record, indent=1) + "\n")
         speed = record["speed"]
         report.say(f"{name}: loss {record['curve'][-1]['loss']:.4f}, recall {record['recall']:.3f}, sweep {record['sweep']}")
         report.say(f"{name}: {speed['tokens_per_s']:,.0f} tokens/s, parts of a step {speed['step_parts_s']}")
