@@ -37,7 +37,7 @@ OPS = {
     "rwkv7": ("generalized_delta_rule", "channel_delta_rule", "delta_rule", "gated_linear_attention", "short_conv"),
     "lattice": ("lattice", "short_conv"),
     "bmojo": ("eidetic_attention", "window_attention", "selective_scan", *SCAN),
-    "transformer": ("window_attention",),
+    "transformer": ("eidetic_attention",),
     "conv": ("short_conv",),
 }
 """Mixer or model, as cases of benchmarks begin, to the folders of kernels/ with its Triton kernels."""
