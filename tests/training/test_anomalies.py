@@ -149,6 +149,8 @@ def planted(mesh, what, victim):
             train_state.model.embedding.register_forward_hook(poison)
         elif what == "gradient":
             block.mixer.D.register_hook(lambda gradient: torch.where(gradient == gradient.max(), torch.nan, gradient))
+        elif what == "large":
+            block.mixer.D.register_hook(lambda gradient: torch.full_like(gradient, 1e20))
         else:
             glitch = iter([True])
             block.register_forward_hook(lambda m, a, o: ((o[0][0], o[0][1] * torch.nan), o[1]) if next(glitch, False) else o)
@@ -189,6 +191,14 @@ def test_a_nan_in_one_ranks_gradient_is_named_with_its_rank(pool, layout):
             "gradient of layers.1.mamba.mixer.D is not finite, and all gradients that lead to it are (rank 1, micro-batch 0)"
             in said
         )
+        assert unchanged
+
+
+@pytest.mark.parametrize("layout", some(LAYOUTS, LAYOUTS[:1]), ids=str)
+def test_a_gradient_whose_square_overflows_is_said_to_be_too_large(pool, layout):
+    for said, where, unchanged in pool.run(planted, "large", 1, **layout):
+        assert said == "a gradient is finite, but so large that the square of its norm is not"
+        assert where is None
         assert unchanged
 
 

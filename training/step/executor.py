@@ -145,11 +145,14 @@ class StepExecutor:
             anomalies.append("the gradients' norm is not finite, though each rank's gradients are")
         if not finite:
             del runner  # the trace needs the memory of what is recorded
-            nonfinite = self._trace_nonfinite(batches, scale)
+            nonfinite, too_large = self._trace_nonfinite(batches, scale)
             happened = "the loss or a gradient is not finite"
-            anomalies = [
-                f"{happened}: {nonfinite}" if nonfinite is not None else f"{happened}, and in a second run of the step all are"
-            ]
+            if nonfinite is not None:
+                anomalies = [f"{happened}: {nonfinite}"]
+            elif too_large:
+                anomalies = ["a gradient is finite, but so large that the square of its norm is not"]
+            else:
+                anomalies = [f"{happened}, and in a second run of the step all are"]
             if self.lanes is not None:
                 self.lanes.zero_touched()
         elif not anomalies:
@@ -216,8 +219,9 @@ class StepExecutor:
 
         return read
 
-    def _trace_nonfinite(self, batches: Sequence[Batch[Tensor]], scale: Tensor) -> NonFiniteReport | None:
-        """Run the step again from the same States under `NonFiniteTrace`; its gradients are discarded."""
+    def _trace_nonfinite(self, batches: Sequence[Batch[Tensor]], scale: Tensor) -> tuple[NonFiniteReport | None, bool]:
+        """Run the step again from the same States under `NonFiniteTrace`; its gradients are discarded. Returns the first value that
+        is not finite, and whether a norm of gradients is not."""
         self.close()  # there may be no room for a plain pass beside the recorded ones, which the next step records again
         if self.lanes is not None:
             self.lanes.restore()
@@ -225,7 +229,9 @@ class StepExecutor:
         with trace.recording():
             self._forward_backward(batches, scale, trace)
         self.engine.drop_gradients()
-        return trace.first_report()
+        too_large = (~self._grads_finite).double()
+        dist.all_reduce(too_large, op=dist.ReduceOp.MAX)
+        return trace.first_report(), bool(too_large)
 
     def _wait_for_sends(self) -> None:
         for link in (self.mesh.pipeline, self.model.link):
