@@ -26,10 +26,12 @@ MODELS = {
     "gsa-1.3b": "gsa-1.3b",
     "mamba-1.4b": "mamba-1.4b",
     "longhorn": "longhorn-1.3b",
-    "bmojo": "bmojo-1.4b",
+    "bmojo": "bmojo-1.4b without MLPs",
     "mamba-2.8b": "mamba-2.8b",
 }
-"""Cases of train_step.py whose profiles the page shows, and their models in configs/models."""
+"""Cases of train_step.py whose profiles the page shows, and their models in configs/models, or of EARLIER."""
+EARLIER = {"bmojo-1.4b without MLPs": ("bmojo-1.4b", {"pattern": ["bmojo"], "n_layers": 31})}
+"""What a preset was when it was measured: its name, and other settings than it has now."""
 FLOPS = 989e12
 """Dense bfloat16 FLOPs of an H100 and an H200 per second."""
 BYTES = {"H100": 3.35e12, "H200": 4.8e12}
@@ -139,7 +141,8 @@ def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int, card: 
 
 @cache
 def _model(name: str) -> ModelConfig:
-    return ModelConfig(**yaml.safe_load((files("baton.configs") / "models" / f"{name}.yaml").read_text()))
+    preset, others = EARLIER.get(name, (name, {}))
+    return ModelConfig(**{**yaml.safe_load((files("baton.configs") / "models" / f"{preset}.yaml").read_text()), **others})
 
 
 def rows(name: str, profile: Profile) -> Iterator[tuple[str, float, Least | None]]:

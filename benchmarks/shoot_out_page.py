@@ -23,8 +23,8 @@ PAGE = """# Families beside each other on real text
 
 Models of 130 million parameters (to 2 %) learn the same {tokens} million tokens, in windows of 2048, with the same recipe: AdamW,
 betas 0.9 and 0.95, decay 0.1, steps of 65,536 tokens, warmup and cosine to a tenth, the best learning rate of a few by the loss of
-runs of 60 steps (below). A mixer that its paper has with an MLP has one here, of 16 layers in all, as wide as the parameters allow;
-Mamba, Mamba-2, Longhorn and B'MOJO are stacks of the mixer alone, as deep as they allow. One run each, on {devices}.
+runs of 60 steps (below). Mamba, Mamba-2 and Longhorn are stacks of the mixer alone, as their papers have them, as deep as the
+parameters allow; all others are 16 layers of a mixer and an MLP, as wide as they allow. One run each, on {devices}.
 
 The text is {documents:,} files, {bytes:,} bytes, of source code and documentation out of packages of Debian and PyPI, which a
 byte-level BPE of 8192 tokens reads; a hundredth of the files is held out. There is less of it than is learned, so that part of it
