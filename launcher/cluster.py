@@ -71,6 +71,12 @@ class Cluster(_Settings):
         description="memory of one GPU that no tensor gets, GiB: the CUDA context, NCCL's and cuBLAS's buffers, gaps between the "
         "allocator's blocks, and what an estimate may be wrong by; null: 3 GiB and 3 % of the memory",
     )
+    host_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="memory of a node's host, GiB, of which ranks page-lock nine tenths at most, for copies of saves and keys and "
+        "values of earlier segments; null: unknown, and not compared",
+    )
     matmul_tflops: MatmulRates
     memory_bandwidth_tb_s: float = Field(gt=0, description="reading and writing a GPU's memory, TB/s (10^12 bytes)")
     bandwidth_gb_s: Bandwidth

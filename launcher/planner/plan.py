@@ -13,8 +13,10 @@ from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind
 from baton.launcher.planner import automatic
 from baton.launcher.planner.comm_volume import exchanges
+from baton.launcher.planner.host_memory import HostMemory
 from baton.launcher.planner.memory import Arithmetic, of_stages
 from baton.launcher.planner.parts import Memory
+from baton.launcher.planner.size_text import row, size
 from baton.launcher.planner.slow_paths import ASSUMED_TB_S, slow_paths
 from baton.launcher.planner.suggestions import first_that_fits, larger_micro_batches
 from baton.launcher.planner.time import UNCERTAINTY, Duration, Speed, bubble, run_duration, speed
@@ -87,7 +89,7 @@ class Plan:
     activations: bytes of a pass on it, {False: as configured, True: with full recomputation}.
     bubble: share of the passes' time in which a stage waits for others.
     duration: of the whole run; None: unknown.
-    capacity: bytes that a rank can use; None: unknown.
+    capacity: bytes that a rank can use; host_capacity: those of a node's host. None: unknown.
     larger: a larger micro-batch size that fits and is faster, and the bytes of a rank with it; None: there is none.
     choice: values chosen for settings that are `auto`, which the plan assumes; None: no setting is.
     advice: settings with which the run fits; () if it fits, or if nothing that was tried does.
@@ -107,6 +109,7 @@ class Plan:
     advice: tuple[str, ...]
     cluster: str | None
     ranks_per_node: int | None
+    host_capacity: int | None
     notes: tuple[str, ...]
 
     @property
@@ -138,7 +141,13 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Whether the run fits; None if the capacity is unknown."""
-        return None if self.capacity is None else self.memory.peak <= self.capacity
+        return None if self.capacity is None else self.memory.peak <= self.capacity and self.on_host.fits
+
+    @property
+    def on_host(self) -> HostMemory:
+        """What the ranks of a node page-lock; nothing where ranks are on processors, which have it in their own memory."""
+        together, own = min(self.ranks_per_node or 1, self.config.layout.world_size), bool(self.memory.saved)
+        return HostMemory(0 if own else self.host, 0 if own else self.offloaded, together, self.host_capacity)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: bytes, seconds, counts."""
@@ -154,6 +163,8 @@ class Plan:
             "activations": {"kept": self.activations[False], "recomputed": self.activations[True]},
             "host": self.host,
             "offloaded": self.offloaded,
+            "host_of_node": self.on_host.of_node,
+            "host_capacity": self.host_capacity,
             "exchange": self.exchange,
             "stages": [stage.to_json() for stage in self.stages],
             "fullest_stage": self.fullest,
@@ -205,26 +216,22 @@ class Plan:
         for name, text in self._parts().items():
             value = getattr(self.memory, name)
             if value:
-                yield _row(text, value)
-        yield _row("at the highest moment", self.memory.peak)
+                yield row(text, value)
+        yield row("at the highest moment", self.memory.peak)
         other = config.training.recompute != "full"
         word = "full" if other else "none"
-        yield f"  (a {self._pass}'s activations with training.recompute={word}: {_size(self.activations[other])})"
+        yield f"  (a {self._pass}'s activations with training.recompute={word}: {size(self.activations[other])})"
         yield ""
         if not self.memory.saved:
             yield "host memory per rank" + (", on the stage that has most" if len(self.stages) > 1 else "")
-            yield _row("copy of what a checkpoint holds, page-locked", self.host)
-            if self.offloaded:
-                yield _row("keys, values of earlier segments, page-locked", self.offloaded)
-                together = min(self.ranks_per_node or 1, layout.world_size)
-                if together > 1:
-                    yield _row(f"both, of a node's {together} ranks", together * (self.host + self.offloaded))
+            for text, value in self.on_host.rows():
+                yield row(text, value)
             yield ""
         yield "sent by each rank per step" + (", on the stage that sends most" if len(self.stages) > 1 else "")
         if not self.exchange:
             yield "  nothing: one rank"
         for name, value in self.exchange.items():
-            yield _row(name, value)
+            yield row(name, value)
         yield ""
         if self.speed is not None:
             yield "time per step, estimated, nothing overlapped, no waiting" + (" but for stages" if len(self.stages) > 1 else "")
@@ -266,8 +273,7 @@ class Plan:
         yield f"{'stage':<7}{'layers':<12}{'parameters':>16}{f'{self._passes} kept':>21}{'highest moment':>17}"
         for number, stage in enumerate(self.stages):
             layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
-            size = _size(stage.memory.peak)
-            yield f"{number:<7}{layers:<12}{stage.parameters:>16,}{stage.in_flight:>21}{size:>17}"
+            yield f"{number:<7}{layers:<12}{stage.parameters:>16,}{stage.in_flight:>21}{size(stage.memory.peak):>17}"
         yield f"bubble: {self.bubble:.0%} of the {self._passes}' time a stage waits for others"
         yield ""
 
@@ -276,21 +282,23 @@ class Plan:
 
     def verdict(self) -> str:
         """One line."""
-        peak = _size(self.memory.peak)
+        peak = size(self.memory.peak)
         if self.capacity is None:
             return f"needs {peak} per rank; --cluster FILE or --memory-gib N says whether that fits"
-        off = _size(abs(self.capacity - self.memory.peak))
+        off = size(abs(self.capacity - self.memory.peak))
         if self.fits:
-            verdict = f"fits: {peak} of {_size(self.capacity)} per rank, {off} to spare"
+            verdict = f"fits: {peak} of {size(self.capacity)} per rank, {off} to spare"
             if self.larger is None:
                 return verdict
-            return f"{verdict}; faster with training.micro_batch_size={self.larger[0]}, which fits too ({_size(self.larger[1])})"
+            return f"{verdict}; faster with training.micro_batch_size={self.larger[0]}, which fits too ({size(self.larger[1])})"
+        if self.memory.peak <= self.capacity:
+            return f"does not fit: {self.on_host.shortage()}"
         what = (
             f"fits with {shlex.join(self.advice)}"
             if self.advice
             else "nothing that was tried fits; take a smaller model or context"
         )
-        return f"does not fit: {peak} of {_size(self.capacity)} per rank, {off} too much; {what}"
+        return f"does not fit: {peak} of {size(self.capacity)} per rank, {off} too much; {what}"
 
 
 def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: float | None = None) -> Plan:
@@ -341,6 +349,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         advice=advice,
         cluster=None if cluster is None else cluster.name,
         ranks_per_node=None if cluster is None else cluster.ranks_per_node,
+        host_capacity=None if cluster is None or cluster.host_memory_gib is None else int(cluster.host_memory_gib * GIB),
         notes=tuple(_notes(config, counted[0], cluster)),
     )
 
@@ -384,14 +393,3 @@ def _notes(config: RunConfig, one: Arithmetic, cluster: Cluster | None) -> Itera
         yield f"note: groups of layout.tensor={layout.tensor} ranks reach over nodes of {node} GPUs: every layer waits for it"
     if layout.world_size > node and layout.world_size % node:
         yield f"note: {layout.world_size} ranks leave GPUs idle on nodes of {node}"
-
-
-def _size(nbytes: int) -> str:
-    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:,.2f} {name}"
-    return f"{nbytes} bytes"
-
-
-def _row(text: str, nbytes: int) -> str:
-    return f"  {text:<44}{_size(nbytes):>14}"

@@ -156,6 +156,35 @@ def test_the_copy_of_a_save_is_in_host_memory_beside_a_gpus_and_in_a_cpus_own(pl
     assert values["host"] == values["stages"][0]["host"] == 2 << 30
 
 
+def test_a_nodes_host_must_have_what_its_ranks_page_lock(plan, tmp_path):
+    """Eight ranks of 2 GiB each, nine tenths of a node's memory for them; ranks on processors have it in their own memory."""
+    path = tmp_path / "ours.yaml"
+    values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": 200}
+
+    def found(host_gib, *words):
+        path.write_text(yaml.safe_dump(values | {"host_memory_gib": host_gib}))
+        status, out, _ = plan(RUN, "--cluster", path, *words)
+        return status, out
+
+    status, out = found(17.7)
+    assert status == 2
+    assert re.search(r"copies, of a node's 8 ranks +16\.00 GiB\n  90% of a node's memory +15\.93 GiB\n", out)
+    assert (
+        "does not fit: 16.00 GiB of 15.93 GiB of a node's host memory, 71.68 MiB too much; use more data ranks, which divide a "
+        "save's copy, or nodes with more memory" in out
+    )
+    status, out = found(17.8)
+    assert (status, "\nfits: " in out) == (0, True)
+    assert found(None)[0] == found(17.7, "device=cpu")[0] == 0
+    kept = ["training.bptt={mode: exact, segment: 8192}", "training.sequence_length=1048576", "training.micro_batch_size=1"]
+    kept += ["training.global_batch_tokens=8388608", "model=gated-delta-net-hybrid-1.3b", "training.offload_kv=true"]
+    status, out = found(300, *kept)
+    assert (status, "or training.offload_kv=false, or layout.context to spread a sequence over more ranks" in out) == (2, True)
+    answer = json.loads(plan(RUN, "--cluster", path, "--json", *kept)[1])
+    assert (answer["fits"], answer["host_capacity"]) == (False, 300 << 30)
+    assert answer["host_of_node"] == 8 * (answer["host"] + answer["offloaded"]) > 0.9 * answer["host_capacity"]
+
+
 def test_lanes_that_a_step_may_give_back_are_counted_once():
     """The States of a step's lanes beside those of all lanes, whatever segments the step has."""
     words = ["training.bptt={mode: truncated, segment: 512}", "training.lanes=512"]
