@@ -69,6 +69,8 @@ WITH_MLP: dict[str, dict[str, Any]] = {
     "mamba3": {"mamba3": {"d_state": 128, "head_dim": 64}},
 }
 """A mixer and an MLP in each of LAYERS layers, the MLP as wide as the parameters allow."""
+FEWER_LAYERS = {"bmojo": 12}
+"""Where a mixer is two, and leaves an MLP less than its due in LAYERS layers."""
 WITHOUT_MLP: dict[str, dict[str, Any]] = {
     "mamba": {"mamba": {}},
     "longhorn": {"longhorn": {}},
@@ -113,7 +115,11 @@ def model_of(family: str, tiny: bool = False) -> dict[str, Any]:
     def made(amount: int) -> dict[str, Any]:
         if family in WITHOUT_MLP:
             return words | {"n_layers": amount, "pattern": [kind], "mixers": mixers}
-        return words | {"n_layers": LAYERS, "pattern": [f"{kind}+swiglu"], "mixers": {**mixers, "swiglu": {"hidden": amount}}}
+        return words | {
+            "n_layers": FEWER_LAYERS.get(family, LAYERS),
+            "pattern": [f"{kind}+swiglu"],
+            "mixers": {**mixers, "swiglu": {"hidden": amount}},
+        }
 
     if tiny:
         return made(2 if family in WITHOUT_MLP else MLP) | {"n_layers": 2}

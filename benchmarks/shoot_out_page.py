@@ -24,7 +24,7 @@ PAGE = """# Families beside each other on real text
 Models of 130 million parameters (to 2 %) learn the same {tokens} million tokens, in windows of 2048, with the same recipe: AdamW,
 betas 0.9 and 0.95, decay 0.1, steps of 65,536 tokens, warmup and cosine to a tenth, the best learning rate of a few by the loss of
 runs of 60 steps (below). Mamba, Mamba-2 and Longhorn are stacks of the mixer alone, as their papers have them, as deep as the
-parameters allow; all others are 16 layers of a mixer and an MLP, as wide as they allow. One run each, on {devices}.
+parameters allow; all others are 16 layers (B'MOJO 12) of a mixer and an MLP, as wide as they allow. One run each, on {devices}.
 
 The text is {documents:,} files, {bytes:,} bytes, of source code and documentation out of packages of Debian and PyPI, which a
 byte-level BPE of 8192 tokens reads; a hundredth of the files is held out. There is less of it than is learned, so that part of it
