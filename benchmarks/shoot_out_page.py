@@ -45,7 +45,7 @@ settings being defaults; compiling and evaluation are not in them.
 ![Held-out loss by seconds on the GPU](shoot-out-seconds.png)
 
 At this budget most of the differences are when a model begins to copy from its context, where its curve falls steeply: early with
-short convolutions before the recurrence, later for attention, last for GLA and GSA, whose papers' layers have neither convolutions nor
+short convolutions before the recurrence, later for attention, last for GLA and GSA, whose layers have neither convolutions nor
 positions. More tokens would bring them nearer to each other; which family is better at many tokens, these runs do not say.
 
 `python benchmarks/shoot_out_text.py TEXT && python benchmarks/shoot_out.py --text TEXT --folder FOLDER --only NAME` trains one of
