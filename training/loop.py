@@ -10,7 +10,6 @@ from baton.training import preemption
 from baton.training.errors import RunError, StoppedError
 from baton.training.lr_schedule import learning_rates
 from baton.training.monitoring import heartbeat
-from baton.training.monitoring.anomaly_recovery import with_skipped
 from baton.training.monitoring.goodput_tensorboard import show_goodput
 from baton.training.monitoring.time_ledger import TimeLedger, process_start_time
 from baton.training.run import RunSettings
@@ -119,8 +118,7 @@ def _roll_back(run: Run) -> None:
     beats.set_warm(False)
     beats.beat(run.progress.step, "going back to a checkpoint")
     run.resume()
-    lanes = range(run.mesh.data_rank, run.settings.training.lane_count, run.mesh.layout.data)
-    run.progress.cursors = with_skipped(run.progress.cursors, run.recovery.skip_documents, lanes)
+    run.progress.cursors = run.recovery.without_documents(run.progress.cursors)
     for callback in run.callbacks:
         callback.on_rollback(run.progress)
     if run.metrics is not None:

@@ -158,7 +158,9 @@ def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | N
         anomaly_detector=AnomalyDetector(training.guard),
         cuda_graphs=CudaGraphs(train_state.model) if training.cuda_graphs is True else None,
     )
-    recovery = AnomalyRecovery(training.guard, EventLog(settings.folder, mesh.is_main), mesh)
+    recovery = AnomalyRecovery(training, EventLog(settings.folder, mesh.is_main), mesh, fingerprints)
+    recovery.remember(progress.step)
+    progress.cursors = recovery.without_documents(progress.cursors)
     run = Run(
         settings, mesh, source, train_state, lanes, store, fingerprints, progress, clocks, schedule, metrics, executor, recovery,
         checkpoint_callback, callbacks,

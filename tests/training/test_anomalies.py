@@ -308,6 +308,35 @@ def test_rollback_leaves_out_the_one_document_and_the_run_ends(pool, corpus, tmp
     assert len(skipped(tmp_path)) == 2
 
 
+def interrupted_run(mesh, corpus, bad, folder):
+    """`run`, which ends as it goes back to a checkpoint."""
+
+    def interrupted(of):
+        raise RunError("interrupted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_roll_back", interrupted)
+        return run(mesh, corpus, bad, folder, "rollback", None, 24)
+
+
+@pytest.mark.parametrize("layout", some([{"data": 2}, {"tensor": 2}], [{"data": 2}]), ids=str)
+def test_a_run_that_ends_between_a_rollback_and_a_save_leaves_the_documents_out_all_the_same(pool, corpus, tmp_path, layout):
+    folder, tokens, victims = corpus
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    pool.run(run, folder, tokens, whole, "rollback", None, 24, **layout)
+    for _ in victims:
+        assert pool.run(interrupted_run, folder, tokens, killed, **layout) == ["interrupted"] * 2
+        (killed / "events.jsonl").write_text((killed / "events.jsonl").read_text() + '{"kind": "rollb')  # cut short
+    assert pool.run(run, folder, tokens, killed, "rollback", None, 24, **layout) == [None, None]
+    events = [event for event in read_events(killed) if event["kind"] == "rollback"]
+    assert sorted(event["documents"] for event in events) == sorted([victim] for victim in victims), "none is met again"
+    assert skipped(killed) == skipped(whole)
+    ended = [[row["loss"] for row in read_metrics(of / "metrics.jsonl") if row["kind"] == "train"] for of in (whole, killed)]
+    assert ended[0] == ended[1]
+
+
 def synthetic_run(mesh, folder):
     """A run on examples that nobody has written, of which one step is refused."""
     settings = training(

@@ -1,10 +1,11 @@
 """What a run does about an anomalous step: stop, skip its update, or roll back without the documents that caused it.
 
 Documents belong to lanes, and lanes to the ranks that read them, so each reading rank identifies its own documents. Those
-to be left out are written into the lanes' cursors, which move with the lanes to any layout.
+to be left out are written into the lanes' cursors, which move with the lanes to any layout, and before that into the event log: a
+run that is killed before its next checkpoint goes on from an earlier one, whose cursors do not have them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,26 +14,54 @@ import torch.distributed as dist
 from baton.data_pipeline.lane_order import Cursor
 from baton.data_pipeline.steps import DocumentRef, StepStream
 from baton.parallel.mesh import Mesh
+from baton.training.config import TrainingConfig
 from baton.training.errors import RunError
-from baton.training.monitoring.config import GuardConfig
 from baton.training.monitoring.event_log import EventLog
 from baton.training.step.batch_distribution import StepBatches
 from baton.training.step.executor import StepResult
 
 _SHOWN = 4
 
+_Place = tuple[int, int, int]
+"""As in `Cursor.skipped`."""
+
 
 class AnomalyRecovery:
     """Decides about anomalous steps and counts interventions of this start. Every rank has one and makes the same decisions.
 
-    skip_documents: after a rollback was decided, this rank's documents to leave out, by lane; those of earlier rollbacks too, which
-    the checkpoint that the run goes back to need not know.
+    fingerprints: of the run; the one of "stream" says which documents the places in lanes are.
     """
 
-    def __init__(self, config: GuardConfig, events: EventLog, mesh: Mesh) -> None:
-        self._config, self._events, self._mesh = config, events, mesh
+    def __init__(self, training: TrainingConfig, events: EventLog, mesh: Mesh, fingerprints: Mapping[str, str]) -> None:
+        self._config, self._events, self._mesh, self._fingerprints = training.guard, events, mesh, fingerprints
+        self._lanes = range(mesh.data_rank, training.lane_count, mesh.layout.data)
         self._count = 0
-        self.skip_documents: dict[int, list[DocumentRef]] = {}
+        # this rank's, by lane, which the checkpoint that the run goes on from need not know
+        self._left_out: dict[int, dict[_Place, None]] = {}
+
+    def remember(self, step: int) -> None:
+        """Leave out what earlier starts have decided to, in steps behind `step`, from which this one goes on. Collective."""
+        known: list[Any] = [self._events.read() if self._mesh.is_main else None]
+        dist.broadcast_object_list(known, src=0)
+        for event in known[0]:
+            if event["kind"] == "rollback" and event["step"] > step and event.get("stream") == self._fingerprints["stream"]:
+                self._leave_out(event["places"])
+
+    def without_documents(self, cursors: Mapping[int, Any]) -> dict[int, Any]:
+        """A checkpoint's cursors with all documents that are to be left out. cursors: none before the first step."""
+        if not self._left_out:
+            return dict(cursors)
+        found = dict(cursors) or {lane: Cursor() for lane in self._lanes}
+        for lane, places in self._left_out.items():
+            cursor = found.get(lane, Cursor())
+            found[lane] = replace(cursor, skipped=(*cursor.skipped, *(x for x in places if x not in cursor.skipped)))
+        return found
+
+    def _leave_out(self, places: Iterable[Sequence[int]]) -> None:
+        for lane, *place in places:
+            if lane in self._lanes:
+                source, unit, document = place
+                self._left_out.setdefault(lane, {})[source, unit, document] = None
 
     def respond(
         self, result: StepResult, step: int, before: Mapping[int, Any], data: StepBatches, stream: StepStream[Any] | None
@@ -47,14 +76,14 @@ class AnomalyRecovery:
         """
         assert result.anomaly is not None
         found, exact = self._find(result, step, before, data, stream)
+        own = [(x.name, (lane, x.source, x.unit, x.document)) for lane, of_lane in found.items() for x in of_lane]
         of_ranks: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(of_ranks, ([place.name for of_lane in found.values() for place in of_lane], exact))
+        dist.all_gather_object(of_ranks, (own, exact))
         exact = any(was_exact for _, was_exact in of_ranks)
-        names = [name for of_rank, was_exact in of_ranks for name in of_rank if was_exact or not exact]
+        all_found = [one for of_rank, was_exact in of_ranks for one in of_rank if was_exact or not exact]
         if result.nonfinite is not None and result.nonfinite.is_parameter:  # no document has done it
-            found, names = {}, []
-        elif exact and not of_ranks[self._mesh.rank][1]:
-            found = {}
+            all_found = []
+        names, places = [name for name, _ in all_found], [place for _, place in all_found]
         policy = self._config.policy
         message = f"step {step + 1}: {result.anomaly}{_listed(names)}"
         if policy == "skip" and result.updated:
@@ -62,15 +91,15 @@ class AnomalyRecovery:
         elif policy != "stop" and self._count >= self._config.max_interventions:
             policy, message = "stop", f"{message}; this was tried {self._count} times (training.guard.max_interventions)"
         self._count += 1
-        self._events.write(policy, step + 1, reason=result.anomaly, documents=names, count=self._count)
+        of_rollback = {"places": places, "stream": self._fingerprints["stream"]} if policy == "rollback" else {}
+        self._events.write(policy, step + 1, reason=result.anomaly, documents=names, count=self._count, **of_rollback)
         if policy == "stop":
             raise RunError(
                 f"{message}. The checkpoints are of before; lower training.optimizer.lr, look at these documents, or set "
                 f"training.guard.policy to skip or rollback, then start the run again: it resumes from its last checkpoint"
             )
         if policy == "rollback":
-            for lane, of_lane in found.items():
-                self.skip_documents.setdefault(lane, []).extend(of_lane)
+            self._leave_out(places)
         if self._mesh.is_main:
             back = f"going back to the last checkpoint{', without these documents' if names else ''}"
             done = "no update is made of this step" if policy == "skip" else back
@@ -94,20 +123,6 @@ class AnomalyRecovery:
         number = int((pos[: where.column + 1] == 0).sum()) - int(pos[0] == 0)
         one = of_lanes[lane][number : number + 1]
         return ({lane: one}, True) if one else (touched, False)
-
-
-def with_skipped(
-    cursors: Mapping[int, Any], skip_documents: Mapping[int, list[DocumentRef]], lanes: Iterable[int]
-) -> dict[int, Any]:
-    """The cursors of a checkpoint, with documents to leave out. lanes: the rank's, which have no cursors before the first step."""
-    if not skip_documents:
-        return dict(cursors)
-    found = dict(cursors) or {lane: Cursor() for lane in lanes}
-    for lane, of_lane in skip_documents.items():
-        cursor = found[lane]
-        more = tuple((place.source, place.unit, place.document) for place in of_lane)
-        found[lane] = replace(cursor, skipped=(*cursor.skipped, *(place for place in more if place not in cursor.skipped)))
-    return found
 
 
 def _listed(names: list[str]) -> str:

@@ -20,6 +20,10 @@ class EventLog:
     def __init__(self, folder: Path, enabled: bool) -> None:
         self._path, self._enabled = folder / EVENTS, enabled
 
+    def read(self) -> list[dict[str, Any]]:
+        """All events so far, of earlier starts too."""
+        return read_events(self._path.parent)
+
     def write(self, kind: str, step: int, **about: Any) -> None:
         """Append an event.
 
