@@ -180,19 +180,24 @@ class Channel:
 
     def _drain_sends(self) -> None:
         """Release messages when they are sent. gloo reports a completed send only to a thread that waits for it."""
-        while True:
-            with self._lock:
-                if not self._pending_sends:
-                    self._drain_thread = None
-                    return
-                work, _, error_text = self._pending_sends[0]
-            since = time.monotonic()
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self._failed = self._failed or f"{error_text(time.monotonic() - since)} ({_first_line(error)})"
+        left = True
+        while left:
+            # in a frame of its own, which has let go of the message when `flush` sees that there is no thread any more
+            self._wait_for_first_send()
             with self._lock:
                 self._pending_sends.popleft()
+                left = bool(self._pending_sends)
+                if not left:
+                    self._drain_thread = None
+
+    def _wait_for_first_send(self) -> None:
+        with self._lock:
+            work, _, error_text = self._pending_sends[0]
+        since = time.monotonic()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._failed = self._failed or f"{error_text(time.monotonic() - since)} ({_first_line(error)})"
 
     def _why(self, waited: float) -> str:
         return (

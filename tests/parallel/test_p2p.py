@@ -2,6 +2,7 @@
 
 import re
 import signal
+import threading
 import time
 import weakref
 
@@ -114,6 +115,41 @@ def test_messages_are_released_when_they_have_left(pool):
     assert all(released)
     assert gathered == [[10, 10, 10], [11, 11, 11]]
     assert taken == ([0, 1, 2, 3, 4], gathered)
+
+
+class Lingering:
+    """A lock whose users stay a while where they have let go of it, unless they are the thread that made it."""
+
+    def __init__(self):
+        self._lock, self._maker = threading.Lock(), threading.get_ident()
+
+    def __enter__(self):
+        self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+        if threading.get_ident() != self._maker:
+            time.sleep(0.5)
+
+
+def flushed(mesh):
+    """Whether a message is released when `flush` returns, though the thread that released it has not ended."""
+    (channel,) = make_channels([[0, 1]], 1, mesh.device, 30.0)
+    if mesh.rank == 1:
+        return int(channel.irecv(torch.empty(1000, dtype=torch.uint8), 0, "a message").wait()[7])
+    channel._lock = Lingering()
+    message = torch.full((1000,), 3, dtype=torch.uint8)
+    channel.send(message, 1, "a message")
+    released = weakref.ref(message)
+    del message
+    while channel._drain_thread is not None:
+        time.sleep(0.01)
+    channel.flush()
+    return released() is None
+
+
+def test_a_message_is_released_before_flush_returns(pool):
+    assert pool.run(flushed, context=2) == [True, 3]
 
 
 def refused(mesh):
