@@ -52,6 +52,7 @@ class RunProgress:
         validation_loss: measured after this very step, nats per token; None: not measured.
         stop_requested: this start ends after this step, as a signal asked.
         data_wait_s: seconds for which the slowest reading rank waited for this step's batches.
+        recent: `Manifest.recent` of the checkpoint that the run went on from.
     """
 
     step: int
@@ -60,6 +61,7 @@ class RunProgress:
     validation_loss: float | None = None
     stop_requested: bool = False
     data_wait_s: float = 0.0
+    recent: dict[str, list[float]] = field(default_factory=dict)
 
     def advance(self, tokens: int, cursors: dict[int, Any]) -> None:
         """Count a step."""

@@ -77,6 +77,8 @@ class Run:
     def resume(self) -> None:
         """Go back to the newest whole checkpoint."""
         self.progress = _resume(self.source, self.settings, self.train_state, self.lanes, self.store, self.fingerprints)
+        if self.executor.anomaly_detector is not None:
+            self.executor.anomaly_detector.restore(self.progress.recent)
 
 
 def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | None:
@@ -134,9 +136,13 @@ def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | N
         profiler.mark(part)
 
     timer = StepTimer(mesh.device, on_mark)
-    checkpoint_callback = CheckpointCallback(
-        train_state, lanes, store, metrics, schedule, settings, lambda: {"fingerprints": fingerprints, "data": source.state()}
-    )
+    detector = AnomalyDetector(training.guard)
+    detector.restore(progress.recent)
+
+    def describe() -> dict[str, Any]:
+        return {"fingerprints": fingerprints, "data": source.state(), "recent": detector.recent()}
+
+    checkpoint_callback = CheckpointCallback(train_state, lanes, store, metrics, schedule, settings, describe)
     callbacks: list[Callback] = [
         MetricsCallback(metrics, timer, training, mesh),
         ReplicaCheckCallback(train_state, training, schedule),
@@ -155,7 +161,7 @@ def prepare_run(settings: RunSettings, mesh: Mesh, clocks: RunClocks) -> Run | N
         mesh,
         timer,
         lanes=lanes,
-        anomaly_detector=AnomalyDetector(training.guard),
+        anomaly_detector=detector,
         cuda_graphs=CudaGraphs(train_state.model) if training.cuda_graphs is True else None,
     )
     recovery = AnomalyRecovery(training, EventLog(settings.folder, mesh.is_main), mesh, fingerprints)

@@ -63,6 +63,12 @@ class Refusing:
     def record(self, loss, norm):
         pass
 
+    def recent(self):
+        return {}
+
+    def restore(self, recent):
+        pass
+
 
 def state_of(train_state):
     """Bits of everything that an update changes, on this rank."""
@@ -223,6 +229,7 @@ def test_spikes_are_judged_against_the_median_of_accepted_steps():
     for _ in range(99):
         off.record(1.0, 1.0)
     assert off.check_loss(1e9) is off.check_grad_norm(1e9) is None
+    assert off.recent() == {}
 
 
 @pytest.fixture(scope="module")
@@ -357,6 +364,59 @@ def test_a_synthetic_task_is_rolled_back_without_documents(single_mesh, tmp_path
     said = [line for line in capfd.readouterr().out.splitlines() if "refused" in line]
     back = "loss refused; going back to the last checkpoint"
     assert said == [f"step 1: {back} (rollback 1 of 3)", f"step 4: {back} (rollback 2 of 3)"]
+
+
+def spiking_run(mesh, folder, spike_at, interrupted_at=None):
+    """A run in which the loss of a step, counted from 1, is ten times what it is."""
+    settings = training(
+        steps=8, sequence_length=16, global_batch_tokens=32, micro_batch_size=1, evaluation=EvaluationConfig(every=0),
+        checkpoint=CheckpointConfig(every=2), guard=GuardConfig(policy="rollback", loss_spike=5.0, norm_spike=1e6, window=8),
+    )  # fmt: skip
+    config, data = ModelConfig(d_model=16, n_layers=1, mixers={"mamba": kinds()["mamba"](d_state=4)}), InductionConfig(length=16)
+    step, seen = StepExecutor.step, []
+
+    def interrupted(executor, batches, *rest, **named):
+        if executor.anomaly_detector.steps == interrupted_at:
+            raise RunError("interrupted")
+        return step(executor, batches, *rest, **named)
+
+    class Spiking(AnomalyDetector):
+        """Counts the steps of the run, and those that it is asked about."""
+
+        @property
+        def steps(self):
+            return len(self.recent()["loss"])
+
+        def check_loss(self, loss):
+            seen.append(self.steps + 1)
+            return super().check_loss(10 * loss if seen.count(spike_at) == 1 and seen[-1] == spike_at else loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_setup, "AnomalyDetector", Spiking)
+        patch.setattr(StepExecutor, "step", interrupted)
+        try:
+            loop.train(RunSettings(folder, config, data, settings, ""), mesh)
+        except RunError as error:
+            return str(error)
+    return Manifest.read(folder / "checkpoints" / "step-00000008").recent
+
+
+def test_a_run_that_goes_on_judges_spikes_as_one_that_was_not_interrupted(single_mesh, tmp_path):
+    """A spike in the fifth step, one after the checkpoint from which the run goes on: medians need four steps."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole.mkdir()
+    resumed.mkdir()
+    expected = spiking_run(single_mesh, whole, 5)
+    assert {name: len(values) for name, values in expected.items()} == {"loss": 8, "norm": 8}
+    assert spiking_run(single_mesh, resumed, 5, interrupted_at=4) == "interrupted"
+    assert spiking_run(single_mesh, resumed, 5) == expected
+    (one,), (other,) = read_events(whole), read_events(resumed)
+    assert (
+        (one["kind"], one["step"], one["reason"])
+        == (other["kind"], other["step"], other["reason"])
+        == ("rollback", 5, one["reason"])
+    )
+    assert "the median of the last 4 steps" in one["reason"]
 
 
 def ruined_run(mesh, folder, policy, ruined):

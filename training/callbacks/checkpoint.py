@@ -39,7 +39,7 @@ class CheckpointCallback(Callback):
         settings: RunSettings,
         describe: Callable[[], dict[str, Any]],
     ) -> None:
-        """describe: what a manifest says of the run as it is: its fields `fingerprints` and `data`."""
+        """describe: what a manifest says of the run as it is: its fields `fingerprints`, `data` and `recent`."""
         self._train_state, self._lanes, self._store, self._metrics = train_state, lanes, store, metrics
         self._mesh = train_state.mesh
         self._schedule, self._training, self._describe = schedule, settings.training, describe

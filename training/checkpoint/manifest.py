@@ -33,6 +33,7 @@ class Manifest:
         fingerprints: of what must be the same on resuming (model, stream, ...).
         layout, versions: of the ranks and packages that wrote it; for information, any others may load it.
         data: state of the data sources (data_pipeline.run_source).
+        recent: losses and norms of the last steps, by which spikes are judged (monitoring.anomaly_detection).
         validation: loss measured after this step, nats per token; None: not measured.
         time: of the save, seconds since 1970.
         files: name to {bytes, sha256}.
@@ -47,6 +48,7 @@ class Manifest:
     layout: dict[str, int]
     versions: dict[str, str]
     data: dict[str, Any] = field(default_factory=dict)
+    recent: dict[str, list[float]] = field(default_factory=dict)
     validation: float | None = None
     time: float = 0.0
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -56,6 +58,8 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write and sync folder/manifest.json."""
         body = asdict(self)
+        if not self.recent:  # versions that do not know it read checkpoints without it
+            del body["recent"]
         with open(folder / NAME, "w", encoding="utf-8") as f:
             f.write(json.dumps({"sha256": _digest(body), "manifest": body}, sort_keys=True))  # json.dump has no C form
             f.flush()

@@ -110,4 +110,4 @@ def resume(
         ]
         if changed:
             print(f"since {path.name}: {', '.join(changed)}; what is computed is the same but for its last bits", flush=True)
-    return RunProgress(manifest.step, manifest.tokens, cursors)
+    return RunProgress(manifest.step, manifest.tokens, cursors, recent=manifest.recent)

@@ -6,7 +6,7 @@ step. What then happens (stop, skip, roll back) is `anomaly_recovery`.
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton.training.monitoring.config import GuardConfig
 
@@ -34,6 +34,21 @@ class AnomalyDetector:
         if why is None:
             self._updates.append(norm)
         return why
+
+    def recent(self) -> dict[str, list[float]]:
+        """What the medians are of, the oldest first; nothing where no spike is an anomaly. A checkpoint has it, so that a run which
+        goes on from there judges as one that was never interrupted."""
+        factors = {"loss": self._config.loss_spike, "norm": self._config.norm_spike, "update": self._config.update_spike}
+        return {name: list(values) for name, values in self._values().items() if factors[name]}
+
+    def restore(self, recent: Mapping[str, Sequence[float]]) -> None:
+        """Go back to what `recent` returned; nothing: to the beginning."""
+        for name, values in self._values().items():
+            values.clear()
+            values.extend(recent.get(name, ()))
+
+    def _values(self) -> dict[str, deque[float]]:
+        return {"loss": self._losses, "norm": self._norms, "update": self._updates}
 
     def record(self, loss: float, norm: float) -> None:
         """Record an accepted step."""
