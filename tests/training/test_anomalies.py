@@ -15,6 +15,7 @@ from support.models import MODEL, micro_batches, training
 
 from baton.data_pipeline.config import InductionConfig, ShardsConfig
 from baton.data_pipeline.dataset import Dataset
+from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.evaluation import documents
 from baton.data_pipeline.prepare import prepare
 from baton.data_pipeline.run_source import BatchStream
@@ -32,8 +33,9 @@ from baton.training.checkpoint.manifest import Manifest
 from baton.training.errors import RunError
 from baton.training.evaluation.config import EvaluationConfig
 from baton.training.monitoring.anomaly_detection import AnomalyDetector
+from baton.training.monitoring.anomaly_recovery import AnomalyRecovery
 from baton.training.monitoring.config import GuardConfig, MonitoringConfig
-from baton.training.monitoring.event_log import read_events
+from baton.training.monitoring.event_log import EventLog, read_events
 from baton.training.monitoring.metrics import read_metrics
 from baton.training.run import RunSettings
 from baton.training.step.executor import StepExecutor
@@ -342,6 +344,51 @@ def test_a_run_that_ends_between_a_rollback_and_a_save_leaves_the_documents_out_
     assert skipped(killed) == skipped(whole)
     ended = [[row["loss"] for row in read_metrics(of / "metrics.jsonl") if row["kind"] == "train"] for of in (whole, killed)]
     assert ended[0] == ended[1]
+
+
+def test_lines_that_are_no_events_are_left_out_of_the_log(tmp_path):
+    assert read_events(tmp_path) == []
+    good = {"kind": "skip", "step": 3}
+    lines = [b"[1]", b"null", b"7", b'{"kind": "rollback"}', b'{"step": 2}', b'{"kind": "change", "step": "2"}', b"\xff\xfe\0", b""]
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join([*lines, json.dumps(good).encode(), b'{"kind": "rollb']))
+    assert read_events(tmp_path) == [good]
+
+
+def recalled(mesh, folder, lines):
+    """What a start from step 4 leaves out by an event log; or its error. lines: None: a folder is where the log should be."""
+    events = EventLog(folder, mesh.is_main)
+    if mesh.is_main and lines is None:
+        events.path.mkdir()
+    elif mesh.is_main:
+        events.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recovery = AnomalyRecovery(training(lanes=4, global_batch_tokens=32, sequence_length=8), events, mesh, {"stream": "ours"})
+    try:
+        recovery.remember(4)
+    except DataError as error:
+        return str(error)
+    return {lane: cursor.skipped for lane, cursor in recovery.without_documents({}).items()}
+
+
+def test_a_start_leaves_out_what_the_logs_rollbacks_of_its_stream_and_of_later_steps_have(pool, tmp_path):
+    def event(places, step=5, stream="ours"):
+        return {"kind": "rollback", "step": step, "stream": stream, "places": places}
+
+    lines = [
+        {"kind": "rollback", "step": 9, "documents": ["of before there were places"]},
+        event([[0, 0, 1, 2], [3, 0, 0, 1]]),
+        event([[1, 0, 0, 0]], step=4),
+        event([[1, 0, 0, 0]], stream="another"),
+        event([[9, 0, 0, 0], [1, 0, 0], [1, 0, 0, -1], [1, 0, 0, "0"], "1000", 1]),
+        event(7),
+        event([[0, 0, 1, 2]], step=6),
+    ]
+    assert pool.run(recalled, tmp_path, lines, data=2) == [{0: ((0, 1, 2),), 2: ()}, {1: (), 3: ((0, 0, 1),)}]
+
+
+def test_an_event_log_that_cannot_be_read_is_an_error_of_all_ranks(pool, tmp_path):
+    said = pool.run(recalled, tmp_path, None, data=2)
+    assert said[0] == said[1]
+    assert "events.jsonl: cannot be read (Is a directory), and has the documents that earlier rollbacks left out" in said[0]
 
 
 def synthetic_run(mesh, folder):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from baton.data_pipeline.errors import DataError, StorageError, error_reason, is_transient
 from baton.data_pipeline.lane_order import Cursor
 from baton.data_pipeline.steps import DocumentRef, StepStream
 from baton.parallel.mesh import Mesh
@@ -40,12 +41,27 @@ class AnomalyRecovery:
         self._left_out: dict[int, dict[_Place, None]] = {}
 
     def remember(self, step: int) -> None:
-        """Leave out what earlier starts have decided to, in steps behind `step`, from which this one goes on. Collective."""
-        known: list[Any] = [self._events.read() if self._mesh.is_main else None]
+        """Leave out what earlier starts have decided to, in steps behind `step`, from which this one goes on. Collective. Raises
+        StorageError or DataError, on all ranks: the event log cannot be read."""
+        known: list[Any] = [self._earlier_places(step) if self._mesh.is_main else None]
         dist.broadcast_object_list(known, src=0)
-        for event in known[0]:
-            if event["kind"] == "rollback" and event["step"] > step and event.get("stream") == self._fingerprints["stream"]:
-                self._leave_out(event["places"])
+        if isinstance(known[0], Exception):
+            raise known[0]
+        self._leave_out(known[0])
+
+    def _earlier_places(self, step: int) -> list[Sequence[int]] | Exception:
+        try:
+            events = self._events.read()
+        except OSError as error:
+            kind = StorageError if is_transient(error) else DataError
+            return kind(
+                f"{self._events.path}: cannot be read ({error_reason(error)}), and has the documents that earlier rollbacks left "
+                f"out; make it readable, then start the run again"
+            )
+        stream = self._fingerprints["stream"]
+        rollbacks = [x for x in events if x["kind"] == "rollback" and x["step"] > step and x.get("stream") == stream]
+        lists = [event.get("places") for event in rollbacks]
+        return [place for places in lists if isinstance(places, list) for place in places if _is_place(place)]
 
     def without_documents(self, cursors: Mapping[int, Any]) -> dict[int, Any]:
         """A checkpoint's cursors with all documents that are to be left out. cursors: none before the first step."""
@@ -123,6 +139,11 @@ class AnomalyRecovery:
         number = int((pos[: where.column + 1] == 0).sum()) - int(pos[0] == 0)
         one = of_lanes[lane][number : number + 1]
         return ({lane: one}, True) if one else (touched, False)
+
+
+def _is_place(value: Any) -> bool:
+    """Whether it is a lane and a `_Place`."""
+    return isinstance(value, list) and len(value) == 4 and all(type(n) is int and n >= 0 for n in value)
 
 
 def _listed(names: list[str]) -> str:

@@ -2,11 +2,10 @@
 
 import json
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from baton.data_pipeline.file_io import append_line
+from baton.data_pipeline.file_io import append_line, retry_transient
 
 EVENTS = "events.jsonl"
 
@@ -14,15 +13,15 @@ EVENTS = "events.jsonl"
 class EventLog:
     """RUN/events.jsonl: a line for everything that interrupted training, and for every changed setting.
 
-    Lines are appended and synced; no restart cuts them off. enabled: on the main rank only.
+    Lines are appended and synced; no restart cuts them off. enabled: on the main rank only. path: the file.
     """
 
     def __init__(self, folder: Path, enabled: bool) -> None:
-        self._path, self._enabled = folder / EVENTS, enabled
+        self.path, self._enabled = folder / EVENTS, enabled
 
     def read(self) -> list[dict[str, Any]]:
-        """All events so far, of earlier starts too."""
-        return read_events(self._path.parent)
+        """All events so far, of earlier starts too. Raises OSError."""
+        return read_events(self.path.parent)
 
     def write(self, kind: str, step: int, **about: Any) -> None:
         """Append an event.
@@ -34,16 +33,26 @@ class EventLog:
             return
         line = json.dumps({"kind": kind, "step": step, "time": time.time(), **about})
         try:
-            append_line(self._path, line, sync=True)
+            append_line(self.path, line, sync=True)
         except OSError as error:
             print(f"events.jsonl could not be written ({error}): {line}", flush=True)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Events of a run; lines that were cut short are left out."""
-    found = []
+    """Events of a run; lines that are none, as those that were cut short, are left out. Raises OSError."""
     path = folder / EVENTS
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+    try:
+        lines = retry_transient(path.read_bytes).splitlines()
+    except FileNotFoundError:
+        return []
+    found = map(_event, lines)
+    return [event for event in found if event is not None]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_event = isinstance(event, dict) and isinstance(event.get("kind"), str) and isinstance(event.get("step"), int)
+    return event if is_event else None
