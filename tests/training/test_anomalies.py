@@ -157,8 +157,9 @@ def planted(mesh, what, victim):
             train_state.model.embedding.register_forward_hook(poison)
         elif what == "gradient":
             block.mixer.D.register_hook(lambda gradient: torch.where(gradient == gradient.max(), torch.nan, gradient))
-        elif what == "large":
-            block.mixer.D.register_hook(lambda gradient: torch.full_like(gradient, 1e20))
+        elif what in ("large", "sum"):
+            value = {"large": 1e20, "sum": 3e38}[what]
+            block.mixer.D.register_hook(lambda gradient: torch.full_like(gradient, value))
         else:
             glitch = iter([True])
             block.register_forward_hook(lambda m, a, o: ((o[0][0], o[0][1] * torch.nan), o[1]) if next(glitch, False) else o)
@@ -206,6 +207,13 @@ def test_a_nan_in_one_ranks_gradient_is_named_with_its_rank(pool, layout):
 def test_a_gradient_whose_square_overflows_is_said_to_be_too_large(pool, layout):
     for said, where, unchanged in pool.run(planted, "large", 1, **layout):
         assert said == "a gradient is finite, but so large that the square of its norm is not"
+        assert where is None
+        assert unchanged
+
+
+def test_a_gradient_that_overflows_in_the_sum_of_micro_batches_is_not_said_to_be_finite(pool):
+    for said, where, unchanged in pool.run(planted, "sum", 1, data=2):
+        assert said == "a gradient is finite in each micro-batch, and not when they are summed"
         assert where is None
         assert unchanged
 

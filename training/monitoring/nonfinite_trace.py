@@ -63,7 +63,10 @@ class NonFiniteReport:
 
 
 class NonFiniteTrace:
-    """Watches one run of a step. operation: the current one, to be set before each."""
+    """Watches one run of a step. operation: the current one, to be set before each. summed_finite: bool [], whether this rank's
+    gradients are finite when those of all micro-batches are summed, to be set at the end."""
+
+    summed_finite: Tensor
 
     def __init__(self, model: LanguageModel, mesh: Mesh, span: int) -> None:
         """span: tokens of a segment on this rank."""

@@ -145,14 +145,12 @@ class StepExecutor:
             anomalies.append("the gradients' norm is not finite, though each rank's gradients are")
         if not finite:
             del runner  # the trace needs the memory of what is recorded
-            nonfinite, too_large = self._trace_nonfinite(batches, scale)
+            nonfinite, otherwise = self._trace_nonfinite(batches, scale)
             happened = "the loss or a gradient is not finite"
             if nonfinite is not None:
                 anomalies = [f"{happened}: {nonfinite}"]
-            elif too_large:
-                anomalies = ["a gradient is finite, but so large that the square of its norm is not"]
             else:
-                anomalies = [f"{happened}, and in a second run of the step all are"]
+                anomalies = [otherwise or f"{happened}, and in a second run of the step all are"]
             if self.lanes is not None:
                 self.lanes.zero_touched()
         elif not anomalies:
@@ -196,6 +194,8 @@ class StepExecutor:
             # before they are summed, which spreads non-finite values to other ranks
             self._norms = self.engine.local_norms()
             self._grads_finite = torch.isfinite(torch.stack(list(self._norms.values()))).all()
+            if trace is not None:  # at ZeRO stage 2 they are gone when this context ends
+                trace.summed_finite = torch.stack([torch.isfinite(p.grad).all() for p in self._norms if p.grad is not None]).all()
         return runner
 
     def _read_later(
@@ -219,19 +219,26 @@ class StepExecutor:
 
         return read
 
-    def _trace_nonfinite(self, batches: Sequence[Batch[Tensor]], scale: Tensor) -> tuple[NonFiniteReport | None, bool]:
+    def _trace_nonfinite(self, batches: Sequence[Batch[Tensor]], scale: Tensor) -> tuple[NonFiniteReport | None, str | None]:
         """Run the step again from the same States under `NonFiniteTrace`; its gradients are discarded. Returns the first value that
-        is not finite, and whether a norm of gradients is not."""
+        is not finite; if all are, what is wrong with their sums, or None: nothing."""
         self.close()  # there may be no room for a plain pass beside the recorded ones, which the next step records again
         if self.lanes is not None:
             self.lanes.restore()
         trace = NonFiniteTrace(self.model, self.mesh, batches[0].tokens.shape[1] // self.schedule.segments)
         with trace.recording():
             self._forward_backward(batches, scale, trace)
+        bad = torch.stack([~trace.summed_finite, ~self._grads_finite]).double()
         self.engine.drop_gradients()
-        too_large = (~self._grads_finite).double()
-        dist.all_reduce(too_large, op=dist.ReduceOp.MAX)
-        return trace.first_report(), bool(too_large)
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        infinite, too_large = bad.tolist()
+        otherwise = None
+        if infinite:
+            otherwise = "a gradient is finite in each micro-batch, and not when they are summed"
+        elif too_large:
+            otherwise = "a gradient is finite, but so large that the square of its norm is not"
+        found = trace.first_report()
+        return found, None if found is not None else otherwise
 
     def _wait_for_sends(self) -> None:
         for link in (self.mesh.pipeline, self.model.link):
