@@ -1,8 +1,10 @@
 """Page-locked memory of a node's host: the copies of saves, and keys and values of earlier segments."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from baton.launcher.cluster import GIB, Cluster
+from baton.launcher.planner.memory import Arithmetic
 from baton.launcher.planner.size_text import size
 
 SHARE = 0.9
@@ -13,19 +15,37 @@ SHARE = 0.9
 class HostMemory:
     """What the ranks of a node page-lock.
 
-    saves: bytes of a rank's copy of a save. offloaded: bytes of its keys and values of earlier segments. ranks: of a node.
-    capacity: bytes of a node's memory; None: unknown.
+    saves: bytes of a rank's copy of a save. offloaded: bytes of its keys and values of earlier segments. Both of the rank with
+    most. ranks: of a node. of_node: bytes that all ranks of a node page-lock together, of the node with most. capacity: bytes of a
+    node's memory; None: unknown. zero: the run's ZeRO stage.
     """
 
     saves: int
     offloaded: int
     ranks: int
+    of_node: int
     capacity: int | None
+    zero: int
 
-    @property
-    def of_node(self) -> int:
-        """Bytes that all ranks of a node page-lock."""
-        return self.ranks * (self.saves + self.offloaded)
+    @classmethod
+    def of(cls, stages: Sequence[Arithmetic], ranks_per_node: int | None, capacity: int | None) -> "HostMemory":
+        """Of a run's stages; nothing where ranks are on processors, which have it in their own memory. ranks_per_node: None:
+        unknown, and a rank is looked at alone."""
+        layout = stages[0].layout
+        ranks = min(ranks_per_node or 1, layout.world_size)
+        if not stages[0].work.gpu:
+            return cls(0, 0, ranks, 0, capacity, layout.zero)
+        nodes = [0] * -(-layout.world_size // ranks)
+        for number, one in enumerate(stages):  # ranks are numbered stage by stage, in a stage by data, context and tensor rank
+            first = number * layout.data * layout.context
+            of_first_and_others = [[one.host_bytes_of(data, context) + one.offloaded for context in (0, 1)] for data in (0, 1)]
+            for group in range(layout.data * layout.context):
+                data, context = divmod(group, layout.context)
+                held = of_first_and_others[data > 0][context > 0]
+                for rank in range((first + group) * layout.tensor, (first + group + 1) * layout.tensor):
+                    nodes[rank // ranks] += held
+        saves, offloaded = max(one.host_bytes for one in stages), max(one.offloaded for one in stages)
+        return cls(saves, offloaded, ranks, max(nodes), capacity, layout.zero)
 
     @property
     def usable(self) -> int | None:
@@ -50,10 +70,22 @@ class HostMemory:
     def shortage(self) -> str:
         """What is too much, and what makes it less."""
         usable = self.usable or 0
-        words = ["more data ranks, which divide a save's copy"] if self.saves else []
+        divided = "layout.zero=1 and data ranks on more nodes" if not self.zero else "data ranks on more nodes (layout.data)"
+        words = [f"{divided}, which divide a save's copy"] if self.saves else []
         if self.offloaded:
-            words += ["training.offload_kv=false", "layout.context to spread a sequence over more ranks"]
+            words += [
+                "training.offload_kv=false where GPUs have room for these",
+                "layout.context to spread a sequence over more ranks",
+            ]
         return (
             f"{size(self.of_node)} of {size(usable)} of a node's host memory, {size(self.of_node - usable)} too much; use "
             f"{', or '.join([*words, 'nodes with more memory'])}"
         )
+
+
+def on_host(stages: Sequence[Arithmetic], cluster: Cluster | None) -> HostMemory:
+    """What the ranks of a node page-lock. cluster: None: its nodes are not known."""
+    if cluster is None:
+        return HostMemory.of(stages, None, None)
+    gib = cluster.host_memory_gib
+    return HostMemory.of(stages, cluster.ranks_per_node, None if gib is None else int(gib * GIB))

@@ -173,7 +173,12 @@ class Arithmetic(StageParameters):
     def saved(self) -> int:
         """Bytes that a rank writes to a checkpoint: master copies and moments of its partition, and its lanes' States. Of ranks
         with the same data only one writes; this is that rank."""
-        return (4 + self._moments_bytes) * self._part + self.lanes
+        return self._saved_by(0, 0)
+
+    def _saved_by(self, data: int, context: int) -> int:
+        """By a data and a context rank: without ZeRO the first ones write what all have, and the first context rank has lanes."""
+        writes = self.layout.zero or not (data or context)
+        return ((4 + self._moments_bytes) * self._part if writes else 0) + (0 if context else self.lanes)
 
     @property
     def _moments_bytes(self) -> int:
@@ -182,9 +187,14 @@ class Arithmetic(StageParameters):
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that a rank keeps from its first save on: a copy of what it writes, so that training goes on meanwhile.
-        Page-locked it takes a power of two, as torch's allocator of such memory rounds."""
-        return 1 << (self.saved - 1).bit_length() if self.work.gpu else self.saved
+        """Host memory that a rank keeps from its first save on: a copy of what it writes, so that training goes on meanwhile. Of
+        ranks of which only one writes, it is that one's."""
+        return self.host_bytes_of(0, 0)
+
+    def host_bytes_of(self, data: int, context: int) -> int:
+        """Those of a data and a context rank. Page-locked it takes a power of two, as torch's allocator of such memory rounds."""
+        saved = self._saved_by(data, context)
+        return 1 << (saved - 1).bit_length() if saved and self.work.gpu else saved
 
     def memory(self) -> Memory:
         """Memory of one rank."""

@@ -13,7 +13,7 @@ from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind
 from baton.launcher.planner import automatic
 from baton.launcher.planner.comm_volume import exchanges
-from baton.launcher.planner.host_memory import HostMemory
+from baton.launcher.planner.host_memory import HostMemory, on_host
 from baton.launcher.planner.memory import Arithmetic, of_stages
 from baton.launcher.planner.parts import Memory
 from baton.launcher.planner.size_text import row, size
@@ -89,7 +89,7 @@ class Plan:
     activations: bytes of a pass on it, {False: as configured, True: with full recomputation}.
     bubble: share of the passes' time in which a stage waits for others.
     duration: of the whole run; None: unknown.
-    capacity: bytes that a rank can use; host_capacity: those of a node's host. None: unknown.
+    capacity: bytes that a rank can use; None: unknown. on_host: what the ranks of a node page-lock.
     larger: a larger micro-batch size that fits and is faster, and the bytes of a rank with it; None: there is none.
     choice: values chosen for settings that are `auto`, which the plan assumes; None: no setting is.
     advice: settings with which the run fits; () if it fits, or if nothing that was tried does.
@@ -108,8 +108,7 @@ class Plan:
     choice: automatic.Choice | None
     advice: tuple[str, ...]
     cluster: str | None
-    ranks_per_node: int | None
-    host_capacity: int | None
+    on_host: HostMemory
     notes: tuple[str, ...]
 
     @property
@@ -143,12 +142,6 @@ class Plan:
         """Whether the run fits; None if the capacity is unknown."""
         return None if self.capacity is None else self.memory.peak <= self.capacity and self.on_host.fits
 
-    @property
-    def on_host(self) -> HostMemory:
-        """What the ranks of a node page-lock; nothing where ranks are on processors, which have it in their own memory."""
-        together, own = min(self.ranks_per_node or 1, self.config.layout.world_size), bool(self.memory.saved)
-        return HostMemory(0 if own else self.host, 0 if own else self.offloaded, together, self.host_capacity)
-
     def to_json(self) -> dict[str, Any]:
         """Plain values: bytes, seconds, counts."""
         return {
@@ -164,7 +157,7 @@ class Plan:
             "host": self.host,
             "offloaded": self.offloaded,
             "host_of_node": self.on_host.of_node,
-            "host_capacity": self.host_capacity,
+            "host_capacity": self.on_host.capacity,
             "exchange": self.exchange,
             "stages": [stage.to_json() for stage in self.stages],
             "fullest_stage": self.fullest,
@@ -330,7 +323,8 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
     fullest = max(range(len(stages)), key=lambda n: stages[n].memory.peak)
     advice: tuple[str, ...] = ()
     if capacity is not None and stages[fullest].memory.peak > capacity:
-        advice = first_that_fits(given, capacity, LARGEST_TENSOR if cluster is None else cluster.gpus_per_node)
+        largest = LARGEST_TENSOR if cluster is None else cluster.gpus_per_node
+        advice = first_that_fits(given, capacity, largest, lambda stages: on_host(stages, cluster).fits)
     larger = None
     if capacity is not None and stages[fullest].memory.peak <= capacity:
         larger = _larger(given, capacity, kind, cluster, estimate)
@@ -348,8 +342,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         choice=choice,
         advice=advice,
         cluster=None if cluster is None else cluster.name,
-        ranks_per_node=None if cluster is None else cluster.ranks_per_node,
-        host_capacity=None if cluster is None or cluster.host_memory_gib is None else int(cluster.host_memory_gib * GIB),
+        on_host=on_host(counted, cluster),
         notes=tuple(_notes(config, counted[0], cluster)),
     )
 
@@ -361,6 +354,8 @@ def _larger(
     if there is only one pipeline stage."""
     for candidate in larger_micro_batches(given, capacity, kind):
         counted = of_stages(candidate)
+        if not on_host(counted, cluster).fits:
+            continue
         if cluster is None or now is None:
             faster = len(counted) == 1
         else:

@@ -6,13 +6,13 @@ recomputation. With several pipeline stages the order is reversed, because segme
 micro-batches do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind
 from baton.launcher.planner import automatic
-from baton.launcher.planner.memory import of_stages
+from baton.launcher.planner.memory import Arithmetic, of_stages
 from baton.parallel.config import divisors
 from baton.training.config import BpttConfig, TrainingConfig
 
@@ -25,16 +25,19 @@ Savings = dict[str, Any]
 """Settings of training that save memory on the same ranks."""
 
 
-def first_that_fits(config: RunConfig, capacity: int, largest_tensor: int) -> tuple[str, ...]:
+def first_that_fits(
+    config: RunConfig, capacity: int, largest_tensor: int, on_host: Callable[[Sequence[Arithmetic]], bool] = lambda stages: True
+) -> tuple[str, ...]:
     """key=value words of the first change whose ranks all stay within `capacity` bytes; () where none does.
 
-    largest_tensor: ranks of a tensor group to go up to. What is `auto` needs no advice: it is chosen as is needed.
+    largest_tensor: ranks of a tensor group to go up to. on_host: whether a run's stages fit the memory of the nodes' hosts. What is
+    `auto` needs no advice: it is chosen as is needed.
     """
     if config.training.offload_kv == "auto":
         config = config.model_copy(update={"training": config.training.model_copy(update={"offload_kv": True})})
     if config.training.recompute == "auto":
         explicit = config.model_copy(update={"training": config.training.model_copy(update={"recompute": "none"})})
-        words = first_that_fits(explicit, capacity, largest_tensor)
+        words = first_that_fits(explicit, capacity, largest_tensor, on_host)
         return tuple(word for word in words if not word.startswith("training.recompute="))
     training, cuts = config.training, list(_segments(config))
     long, short = ([cut for cut, tokens in cuts if (tokens >= LEAST_PASS) is enough] for enough in (True, False))
@@ -45,7 +48,8 @@ def first_that_fits(config: RunConfig, capacity: int, largest_tensor: int) -> tu
             continue
         for saving in _savings(one, long) if ranks is not None else _with_recomputation(one, short):
             candidate = one.model_copy(update={"training": training.model_copy(update=saving)})
-            if candidate.is_legal() and all(stage.memory().peak <= capacity for stage in of_stages(candidate)):
+            stages = of_stages(candidate) if candidate.is_legal() else ()
+            if stages and all(stage.memory().peak <= capacity for stage in stages) and on_host(stages):
                 return (*_words(training, saving), *(f"layout.{name}={value}" for name, value in (ranks or {}).items()))
     return ()
 

@@ -170,8 +170,8 @@ def test_a_nodes_host_must_have_what_its_ranks_page_lock(plan, tmp_path):
     assert status == 2
     assert re.search(r"copies, of a node's 8 ranks +16\.00 GiB\n  90% of a node's memory +15\.93 GiB\n", out)
     assert (
-        "does not fit: 16.00 GiB of 15.93 GiB of a node's host memory, 71.68 MiB too much; use more data ranks, which divide a "
-        "save's copy, or nodes with more memory" in out
+        "does not fit: 16.00 GiB of 15.93 GiB of a node's host memory, 71.68 MiB too much; use data ranks on more nodes "
+        "(layout.data), which divide a save's copy, or nodes with more memory" in out
     )
     status, out = found(17.8)
     assert (status, "\nfits: " in out) == (0, True)
@@ -179,10 +179,40 @@ def test_a_nodes_host_must_have_what_its_ranks_page_lock(plan, tmp_path):
     kept = ["training.bptt={mode: exact, segment: 8192}", "training.sequence_length=1048576", "training.micro_batch_size=1"]
     kept += ["training.global_batch_tokens=8388608", "model=gated-delta-net-hybrid-1.3b", "training.offload_kv=true"]
     status, out = found(300, *kept)
-    assert (status, "or training.offload_kv=false, or layout.context to spread a sequence over more ranks" in out) == (2, True)
+    assert (status, "or training.offload_kv=false where GPUs have room for these, or layout.context to" in out) == (2, True)
     answer = json.loads(plan(RUN, "--cluster", path, "--json", *kept)[1])
     assert (answer["fits"], answer["host_capacity"]) == (False, 300 << 30)
     assert answer["host_of_node"] == 8 * (answer["host"] + answer["offloaded"]) > 0.9 * answer["host_capacity"]
+
+
+def test_a_nodes_host_has_the_copies_of_the_ranks_that_write_and_each_stages_own(plan, tmp_path):
+    """Without ZeRO one data rank writes for all; the second stage of a node has less to copy than the first."""
+    path = tmp_path / "ours.yaml"
+    values = load_cluster("h100").model_dump() | {"name": "ours", "host_memory_gib": 24}
+    path.write_text(yaml.safe_dump(values))
+    one_writes = make_plan(load(RUN, ["layout.zero=0"]), load_cluster(str(path)))
+    assert (one_writes.on_host.of_node, one_writes.fits) == (16 << 30, True)
+    unequal = make_plan(load(RUN, ["layout.data=2", "layout.pipeline=4"]), load_cluster(str(path)))
+    assert unequal.on_host.of_node == 2 * sum(stage.host for stage in unequal.stages) < 8 * unequal.host
+    over_nodes = make_plan(load(RUN, ["layout.pipeline=2"]), load_cluster(str(path)))
+    assert over_nodes.on_host.of_node == 8 * over_nodes.host, "a node has ranks of one stage"
+    path.write_text(yaml.safe_dump(values | {"host_memory_gib": 10}))
+    assert (
+        "use layout.zero=1 and data ranks on more nodes, which divide a save's copy"
+        in plan(RUN, "layout.zero=0", "--cluster", path)[1]
+    )
+
+
+def test_what_a_plan_advises_fits_the_host_too(tmp_path):
+    """Keys and values of earlier segments beside the GPUs would make room on them, and nodes have none for these."""
+    path, words = tmp_path / "ours.yaml", ["training.bptt={mode: exact, segment: 8192}", "training.sequence_length=1048576"]
+    words += ["training.micro_batch_size=1", "training.global_batch_tokens=8388608", "model=gated-delta-net-hybrid-1.3b"]
+    for gib, advice in ((4000, "training.offload_kv=true"), (100, "layout.tensor=2")):
+        values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": 50, "host_memory_gib": gib}
+        path.write_text(yaml.safe_dump(values))
+        found = make_plan(load(RUN, [*words, "training.offload_kv=false"]), load_cluster(str(path)))
+        assert (found.memory.peak > found.capacity, found.advice) == (True, (advice,))
+        assert make_plan(load(RUN, [*words, "training.offload_kv=false", advice]), load_cluster(str(path))).fits
 
 
 def test_lanes_that_a_step_may_give_back_are_counted_once():
