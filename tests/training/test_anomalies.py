@@ -354,6 +354,16 @@ def test_a_run_that_ends_between_a_rollback_and_a_save_leaves_the_documents_out_
     assert ended[0] == ended[1]
 
 
+def test_starts_of_other_layouts_leave_the_documents_out_too(pool, corpus, tmp_path):
+    """The second start saves step 0, whose lanes have cursors only because documents are left out of some."""
+    folder, tokens, victims = corpus
+    assert pool.run(interrupted_run, folder, tokens, tmp_path, data=1) == ["interrupted"]
+    assert pool.run(interrupted_run, folder, tokens, tmp_path, data=2) == ["interrupted"] * 2
+    assert pool.run(run, folder, tokens, tmp_path, "rollback", None, 24, data=1) == [None]
+    assert sorted(event["documents"] for event in read_events(tmp_path)) == sorted([victim] for victim in victims)
+    assert len(skipped(tmp_path)) == 2
+
+
 def test_lines_that_are_no_events_are_left_out_of_the_log(tmp_path):
     assert read_events(tmp_path) == []
     good = {"kind": "skip", "step": 3}

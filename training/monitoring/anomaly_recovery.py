@@ -39,6 +39,7 @@ class AnomalyRecovery:
         self._count = 0
         # this rank's, by lane, which the checkpoint that the run goes on from need not know
         self._left_out: dict[int, dict[_Place, None]] = {}
+        self._leaves_out = False  # whether a rank does
 
     def remember(self, step: int) -> None:
         """Leave out what earlier starts have decided to, in steps behind `step`, from which this one goes on. Collective. Raises
@@ -65,16 +66,18 @@ class AnomalyRecovery:
 
     def without_documents(self, cursors: Mapping[int, Any]) -> dict[int, Any]:
         """A checkpoint's cursors with all documents that are to be left out. cursors: none before the first step."""
-        if not self._left_out:
+        if not self._leaves_out:
             return dict(cursors)
+        # if any rank's lanes have cursors, all must have: a checkpoint of step 0 with some of them would have lost the others
         found = dict(cursors) or {lane: Cursor() for lane in self._lanes}
-        for lane, places in self._left_out.items():
-            cursor = found.get(lane, Cursor())
+        for lane in found.keys() & self._left_out.keys():
+            cursor, places = found[lane], self._left_out[lane]
             found[lane] = replace(cursor, skipped=(*cursor.skipped, *(x for x in places if x not in cursor.skipped)))
         return found
 
     def _leave_out(self, places: Iterable[Sequence[int]]) -> None:
         for lane, *place in places:
+            self._leaves_out = True
             if lane in self._lanes:
                 source, unit, document = place
                 self._left_out.setdefault(lane, {})[source, unit, document] = None
