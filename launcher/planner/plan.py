@@ -304,6 +304,8 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         memory_gib = cluster.usable_gib
     capacity = None if memory_gib is None else int(memory_gib * GIB)
     kind = None if cluster is None or config.device != "auto" else cluster.kind
+    if kind == "cpu":  # what a rank has in memory, and where its copies lie, is another thing than beside a GPU
+        config = config.model_copy(update={"device": "cpu"})
     given = config
     config, choice = automatic.resolve(given, capacity, kind)
     counted = of_stages(config)

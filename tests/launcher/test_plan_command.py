@@ -203,6 +203,14 @@ def test_a_nodes_host_has_the_copies_of_the_ranks_that_write_and_each_stages_own
     )
 
 
+def test_a_plan_for_a_cluster_without_gpus_is_that_of_ranks_on_processors(tmp_path):
+    path = tmp_path / "ours.yaml"
+    path.write_text(yaml.safe_dump(load_cluster("sandbox").model_dump() | {"memory_gib": 99, "host_memory_gib": 1}))
+    auto, cpu = (make_plan(load(RUN, [f"device={device}"]), load_cluster(str(path))) for device in ("auto", "cpu"))
+    assert load(RUN).device == "auto"
+    assert (auto.memory, auto.on_host.of_node, auto.fits) == (cpu.memory, 0, True)
+
+
 def test_what_a_plan_advises_fits_the_host_too(tmp_path):
     """Keys and values of earlier segments beside the GPUs would make room on them, and nodes have none for these."""
     path, words = tmp_path / "ours.yaml", ["training.bptt={mode: exact, segment: 8192}", "training.sequence_length=1048576"]
