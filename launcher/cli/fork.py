@@ -51,6 +51,7 @@ def fork(run: Path, out: Path, overrides: Sequence[str], *, step: int | None = N
     from baton.training.checkpoint.fork import describe_fork, link_checkpoint
     from baton.training.checkpoint.manifest import Manifest
     from baton.training.errors import CheckpointError
+    from baton.training.monitoring.event_log import EVENTS, read_events
 
     old = read_config(run / "config.yaml")
     _check_place(run, out)
@@ -81,6 +82,10 @@ def fork(run: Path, out: Path, overrides: Sequence[str], *, step: int | None = N
             "changed": {change.key: [change.old, change.new] for change in different},
         }
         (work / "attempts").mkdir()
+        # documents that the run left out behind this checkpoint, which does not know of them
+        behind = [event for event in read_events(run) if event["kind"] == "rollback" and event["step"] > origin.step]
+        if behind:
+            write_whole(work / EVENTS, "".join(json.dumps(event | {"run": entry["run"]}) + "\n" for event in behind))
         write_whole(work / "provenance.json", json.dumps(provenance() | {"forks": [*forks_of(run), entry]}, indent=1))
         write_whole(work / "config.yaml", new.to_yaml())
     changed = f"; changed: {'; '.join(map(str, different))}" if different else ""

@@ -26,7 +26,7 @@ from baton.launcher.run_directory import changed_since_last_start, check_run, op
 from baton.training.config import TrainingConfig
 from baton.training.lr_schedule import equal_lr_steps, learning_rate
 from baton.training.monitoring import time_ledger
-from baton.training.monitoring.event_log import read_events
+from baton.training.monitoring.event_log import EventLog, read_events
 from baton.training.monitoring.metrics import read_metrics
 
 STEPS, DECAY = 12, 3
@@ -317,6 +317,22 @@ def test_the_steps_that_keep_their_learning_rates_are_counted(kind, decay, warmu
         both = list(zip(rates(8), rates(steps)))
         first = next((step for step, (a, b) in enumerate(both) if a != b), len(both))
         assert min(alike, len(both)) == first
+
+
+def test_documents_that_the_run_left_out_behind_the_checkpoint_are_left_out_of_the_fork(copied, tmp_path):
+    log = EventLog(copied, enabled=True)
+    log.write("rollback", 8, places=[[0, 0, 0, 1]], stream="s")
+    log.write("rollback", 9, places=[[1, 0, 0, 2]], stream="s", documents=["one"])
+    log.write("change", 10, settings={})
+    out = tmp_path / "fork"
+    forked(copied, out, "--step", "8")
+    (event,) = read_events(out)
+    assert (event["kind"], event["step"], event["places"], event["stream"]) == ("rollback", 9, [[1, 0, 0, 2]], "s")
+    assert event["run"] == str(copied)
+    forked(out, tmp_path / "again")  # a fork of a fork
+    assert [(event["step"], event["run"]) for event in read_events(tmp_path / "again")] == [(9, str(out))]
+    forked(copied, tmp_path / "newest", "training.steps=20")
+    assert read_events(tmp_path / "newest") == []
 
 
 def test_steps_may_grow_in_place_until_the_decay_begins(copied, configured, pool):
