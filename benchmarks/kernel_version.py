@@ -36,7 +36,7 @@ OPS = {
     "kda": ("channel_delta_rule", "delta_rule", "gated_linear_attention", "short_conv"),
     "rwkv7": ("generalized_delta_rule", "channel_delta_rule", "delta_rule", "gated_linear_attention", "short_conv"),
     "lattice": ("lattice", "short_conv"),
-    "bmojo": ("eidetic_attention", "window_attention", "selective_scan", *SCAN),
+    "bmojo": ("eidetic_attention", "selective_scan", *SCAN),
     "transformer": ("eidetic_attention",),
     "conv": ("short_conv",),
 }

@@ -28,11 +28,12 @@ class HostMemory:
     zero: int
 
     @classmethod
-    def of(cls, stages: Sequence[Arithmetic], ranks_per_node: int | None, capacity: int | None) -> "HostMemory":
-        """Of a run's stages; nothing where ranks are on processors, which have it in their own memory. ranks_per_node: None:
+    def of(cls, stages: Sequence[Arithmetic], cluster: Cluster | None) -> "HostMemory":
+        """Of a run's stages; nothing where ranks are on processors, which have it in their own memory. cluster: None: its nodes are
         unknown, and a rank is looked at alone."""
-        layout = stages[0].layout
-        ranks = min(ranks_per_node or 1, layout.world_size)
+        layout, gib = stages[0].layout, None if cluster is None else cluster.host_memory_gib
+        ranks = 1 if cluster is None else min(cluster.ranks_per_node, layout.world_size)
+        capacity = None if gib is None else int(gib * GIB)
         if not stages[0].work.gpu:
             return cls(0, 0, ranks, 0, capacity, layout.zero)
         nodes = [0] * -(-layout.world_size // ranks)
@@ -81,11 +82,3 @@ class HostMemory:
             f"{size(self.of_node)} of {size(usable)} of a node's host memory, {size(self.of_node - usable)} too much; use "
             f"{', or '.join([*words, 'nodes with more memory'])}"
         )
-
-
-def on_host(stages: Sequence[Arithmetic], cluster: Cluster | None) -> HostMemory:
-    """What the ranks of a node page-lock. cluster: None: its nodes are not known."""
-    if cluster is None:
-        return HostMemory.of(stages, None, None)
-    gib = cluster.host_memory_gib
-    return HostMemory.of(stages, cluster.ranks_per_node, None if gib is None else int(gib * GIB))

@@ -13,7 +13,7 @@ from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind
 from baton.launcher.planner import automatic
 from baton.launcher.planner.comm_volume import exchanges
-from baton.launcher.planner.host_memory import HostMemory, on_host
+from baton.launcher.planner.host_memory import HostMemory
 from baton.launcher.planner.memory import Arithmetic, of_stages
 from baton.launcher.planner.parts import Memory
 from baton.launcher.planner.size_text import row, size
@@ -326,7 +326,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
     advice: tuple[str, ...] = ()
     if capacity is not None and stages[fullest].memory.peak > capacity:
         largest = LARGEST_TENSOR if cluster is None else cluster.gpus_per_node
-        advice = first_that_fits(given, capacity, largest, lambda stages: on_host(stages, cluster).fits)
+        advice = first_that_fits(given, capacity, largest, lambda stages: HostMemory.of(stages, cluster).fits)
     larger = None
     if capacity is not None and stages[fullest].memory.peak <= capacity:
         larger = _larger(given, capacity, kind, cluster, estimate)
@@ -344,7 +344,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         choice=choice,
         advice=advice,
         cluster=None if cluster is None else cluster.name,
-        on_host=on_host(counted, cluster),
+        on_host=HostMemory.of(counted, cluster),
         notes=tuple(_notes(config, counted[0], cluster)),
     )
 
@@ -356,7 +356,7 @@ def _larger(
     if there is only one pipeline stage."""
     for candidate in larger_micro_batches(given, capacity, kind):
         counted = of_stages(candidate)
-        if not on_host(counted, cluster).fits:
+        if not HostMemory.of(counted, cluster).fits:
             continue
         if cluster is None or now is None:
             faster = len(counted) == 1
