@@ -157,6 +157,8 @@ def planted(mesh, what, victim):
             train_state.model.embedding.register_forward_hook(poison)
         elif what == "gradient":
             block.mixer.D.register_hook(lambda gradient: torch.where(gradient == gradient.max(), torch.nan, gradient))
+        elif what == "inside":
+            block.mixer.x_proj.register_forward_hook(lambda m, a, o: (o[0], o[1].index_fill(1, torch.tensor(4), torch.inf)))
         elif what in ("large", "sum"):
             value = {"large": 1e20, "sum": 3e38}[what]
             block.mixer.D.register_hook(lambda gradient: torch.full_like(gradient, value))
@@ -190,6 +192,14 @@ def test_a_nan_in_one_documents_tokens_is_named_with_its_place(pool, layout):
         assert said.endswith(f"the first value that is not finite comes out of embedding (rank {victim}, micro-batch 1)")
         assert (where["row"], where["data_rank"]) == (1, 1 if "data" in layout else 0)
         assert where["column"] == (12 + 5 if "context" in layout else 5)
+        assert unchanged
+
+
+@pytest.mark.parametrize("layout", some(LAYOUTS, LAYOUTS[2:3]), ids=str)
+def test_the_module_inside_a_layer_is_named_and_not_the_layer(pool, layout):
+    for said, where, unchanged in pool.run(planted, "inside", 1, **layout):
+        assert said.endswith("the first value that is not finite comes out of layers.1.mamba.mixer.x_proj (rank 1, micro-batch 0)")
+        assert (where["row"], where["column"]) == (0, 12 + 4 if "context" in layout else 4)
         assert unchanged
 
 

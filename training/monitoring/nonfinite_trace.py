@@ -7,15 +7,14 @@ not reported, which tells the rank of origin from those that its collectives inf
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from baton.models.block import Layer
 from baton.models.lm import LanguageModel
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import Operation
@@ -36,7 +35,7 @@ class NonFiniteReport:
 
     Attributes:
         phase: index into parameter, forward, loss, backward, gradient.
-        micro_batch, segment, stage, module_index: when it happened.
+        micro_batch, segment, stage, event: when it happened; events are outputs and gradients, numbered in each rank's order.
         row, column: position in the micro-batch, column in the whole sequence; -1 if not known.
     """
 
@@ -44,7 +43,7 @@ class NonFiniteReport:
     micro_batch: int
     segment: int
     stage: int
-    module_index: int
+    event: int
     context_rank: int
     rank: int
     data_rank: int
@@ -71,12 +70,8 @@ class NonFiniteTrace:
     def __init__(self, model: LanguageModel, mesh: Mesh, span: int) -> None:
         """span: tokens of a segment on this rank."""
         self._model, self._mesh, self._span = model, mesh, span
-        self._module_index = {name: module_index for module_index, (name, _) in enumerate(model.named_modules())}
-        for number, layer in model.layers.items():
-            for name, block in cast(Layer, layer).blocks.items():
-                for inner, _ in block.named_modules(prefix=f"layers.{number}.{name}"):
-                    self._module_index.setdefault(inner, self._module_index[f"layers.{number}"])
         self._layer = ""
+        self._events = 0
         self.operation: Operation | None = None
         self._reports: list[NonFiniteReport] = []
 
@@ -108,14 +103,26 @@ class NonFiniteTrace:
     def first_report(self) -> NonFiniteReport | None:
         """The first report of all ranks, on all ranks; None if all values were finite. Collective."""
         of_ranks: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(of_ranks, astuple(min(self._reports)) if self._reports else None)
+        dist.all_gather_object(of_ranks, astuple(self._own_report()) if self._reports else None)
         return min((NonFiniteReport(*report) for report in of_ranks if report is not None), default=None)
+
+    def _own_report(self) -> NonFiniteReport:
+        """This rank's first one. If its shape does not tell the place, what it infected, as the output of its layer, may."""
+        first = min(self._reports)
+        same = [
+            x
+            for x in sorted(self._reports)
+            if (x.phase, x.micro_batch, x.segment) == (first.phase, first.micro_batch, first.segment)
+        ]
+        placed = next((report for report in same if report.column >= 0), first)
+        return replace(first, row=placed.row, column=placed.column)
 
     def _enter(self, number: str, module: nn.Module, inputs: Any) -> None:
         self._layer = f"layers.{number}."
 
     def _after(self, module_name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._events += 1
             # what several layers share is named by the one that uses it
             name = self._layer + module_name.removeprefix("shared.") if module_name.startswith("shared.") else module_name
             for x in _tensors(output):
@@ -128,6 +135,7 @@ class NonFiniteTrace:
 
     def _gradient(self, phase: str, name: str) -> Any:
         def hook(gradient: Tensor | None) -> None:
+            self._events += 1
             # autograd goes on to what it infects: only the first one on this rank says anything
             if (
                 gradient is not None
@@ -141,12 +149,11 @@ class NonFiniteTrace:
     def _add(self, phase: str, name: str, where: Tensor | None = None) -> None:
         mesh, at, number = self._mesh, self.operation, _PHASES.index(phase)
         n, s = (-1, 0) if at is None or phase == "parameter" else (at.micro_batch, at.segment)
-        # backwards the last segment and the last module come first
-        turn, module_index = (-1, -self._module_index.get(name, 0)) if number >= 3 else (1, self._module_index.get(name, 0))
+        turn = -1 if number >= 3 else 1  # backwards the last segment comes first
         row, column = (-1, -1) if where is None else self._position(where)
         if column >= 0:
             column += (s * mesh.layout.context + mesh.context_rank) * self._span
-        when = number, n, turn * s, turn * mesh.pipeline_rank, module_index, turn * mesh.context_rank
+        when = number, n, turn * s, turn * mesh.pipeline_rank, self._events, turn * mesh.context_rank
         self._reports.append(NonFiniteReport(*when, mesh.rank, mesh.data_rank, name, row, column))
 
     def _position(self, x: Tensor) -> tuple[int, int]:
