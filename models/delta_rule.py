@@ -30,7 +30,7 @@ _CONV = ShortConv("silu")
 class DeltaRuleMixer(Mixer):
     """x [B, T, M], pos [B, T], State {conv_q, conv_k [B, W-1, Q K], conv_v [B, W-1, H V], S [B, H, K, V]} -> y [B, T, M], State.
 
-    A subclass's settings declare further fused projections (`gates`), or it has others (`projected`); `log_decay` and `gate` read
+    A subclass's settings declare further fused projections (`gates`), or it has others (`projected`); `log_decay` and `normed` read
     them as `extra`.
     """
 
@@ -50,8 +50,8 @@ class DeltaRuleMixer(Mixer):
         does not decay."""
 
     @abstractmethod
-    def gate(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
-        """The normalised outputs, gated by the extra projections or as they are."""
+    def normed(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
+        """The outputs behind the norm, gated by the extra projections or as they are, [B, T, H V]."""
 
     def forward(
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
@@ -80,7 +80,7 @@ class DeltaRuleMixer(Mixer):
         recurrence = DeltaRule(gated=g is not None, by_channel=g is not None and g.ndim == 4)
         o_BTHV, S = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context)
         final_state |= S
-        return self.out_proj(self.gate(self.norm(o_BTHV), extra).flatten(2)), final_state
+        return self.out_proj(self.normed(o_BTHV, extra)), final_state
 
     def _unit(self, x_BTHK: Tensor) -> Tensor:
         """x / sqrt(|x|^2 + norm_eps)."""

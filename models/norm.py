@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from baton.kernels.gate import gated
+from baton.kernels.gate.op import Activation
+from baton.kernels.gated_norm import gated_norm
 from baton.kernels.rms_norm import fused_add_rms_norm, rms_norm, split_rms_norm
 from baton.models import cached_constants
 from baton.models.mixer_context import MixerContext
@@ -56,6 +59,10 @@ class HeadRMSNorm(nn.Module):
         """dtype: of the result; None: the weight's."""
         return rms_norm(x, self.weight, self.eps, dtype=dtype)
 
+    def gated(self, x: Tensor, z: Tensor, *, activation: Activation = "silu") -> Tensor:
+        """norm(x) act(z), [.., heads * dim], in z's dtype. z: [.., heads * dim]."""
+        return gated_norm(x, z, self.weight, self.eps, activation=activation)
+
 
 class SplitRMSNorm(nn.Module):
     """RMSNorm over a width that is split over the tensor group: x [.., width / tensor ranks], in fp32, a weight per feature. Of
@@ -70,13 +77,45 @@ class SplitRMSNorm(nn.Module):
     def forward(self, x: Tensor, dtype: torch.dtype, *, silu: bool = False) -> Tensor:
         """y in dtype. silu: normalise silu(x)."""
         if self._groups > 1:
-            size = self.width // self._groups
-            unit_weight = cached_constants.full(size, 1.0, self.weight.dtype, x.device)
-            normed = rms_norm(x.unflatten(-1, (-1, size)), unit_weight, self.eps, silu=silu)
+            unit_weight = cached_constants.full(self._size, 1.0, self.weight.dtype, x.device)
+            normed = rms_norm(x.unflatten(-1, (-1, self._size)), unit_weight, self.eps, silu=silu)
             return (normed.flatten(-2) * self.weight).to(dtype)
         if not self._split:
             return rms_norm(x, self.weight, self.eps, silu=silu, dtype=dtype)
         return split_rms_norm(x, self.weight, self.eps, width=self.width, sum_over_ranks=_sum_over_ranks, silu=silu, dtype=dtype)
+
+    def gated(self, x: Tensor, z: Tensor, *, activation: Activation = "silu") -> Tensor:
+        """norm(x) act(z), in z's dtype."""
+        if self._whole:
+            return gated_norm(self._by_row(x), z, self._row_weight, self.eps, activation=activation)
+        return gated(self(x, self.weight.dtype), z, activation=activation, dtype=z.dtype)
+
+    def of_gated(self, x: Tensor, z: Tensor, *, skip: tuple[Tensor, Tensor]) -> Tensor:
+        """norm((x + D u) silu(z)), in z's dtype. skip: u, as x, and D [heads], of which each is for as many channels as others."""
+        if self._whole:
+            u, factors = skip
+            return gated_norm(self._by_row(x), z, self._row_weight, self.eps, gate_first=True, skip=(self._by_row(u), factors))
+        u, factors = skip
+        heads = len(factors), -1
+        x = (x.unflatten(-1, heads) + factors[:, None] * u.unflatten(-1, heads)).flatten(-2)
+        return self(gated(x, z), z.dtype)
+
+    @property
+    def _size(self) -> int:
+        """Channels that are normalised together."""
+        return self.width // self._groups
+
+    @property
+    def _whole(self) -> bool:
+        """Whether this rank has all channels of what it normalises."""
+        return self._groups > 1 or not self._split
+
+    @property
+    def _row_weight(self) -> Tensor:
+        return self.weight.view(-1, self._size) if self._groups > 1 else self.weight
+
+    def _by_row(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self._size))
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:

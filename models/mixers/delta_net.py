@@ -18,5 +18,5 @@ class DeltaNet(DeltaRuleMixer, settings=DeltaNetConfig):
     def log_decay(self, extra: Sequence[Tensor]) -> None:
         return None
 
-    def gate(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
-        return o_BTHV
+    def normed(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
+        return self.norm(o_BTHV, o_BTHV.dtype).flatten(2)

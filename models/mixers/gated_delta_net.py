@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.kernels.gate import gated
 from baton.models.delta_rule import DeltaRuleMixer
 from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
 
@@ -26,5 +25,5 @@ class GatedDeltaNet(DeltaRuleMixer, settings=GatedDeltaNetConfig):
         # the bias is added in fp32: in bf16 its rounding would change the decays in steps of 3 %
         return -self.A_log.exp() * F.softplus(extra[0].to(self.dt_bias.dtype) + self.dt_bias)
 
-    def gate(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
-        return gated(o_BTHV.flatten(2), extra[1], dtype=extra[1].dtype).view(o_BTHV.shape)
+    def normed(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
+        return self.norm.gated(o_BTHV, extra[1])

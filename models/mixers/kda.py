@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.kernels.gate import gated
 from baton.models.delta_rule import DeltaRuleMixer
 from baton.models.replicated_linear import ReplicatedLinear
 from baton.models.settings.kda import KDAConfig
@@ -40,6 +39,6 @@ class KDA(DeltaRuleMixer, settings=KDAConfig):
         logits_BTHK = (extra[0].to(self.dt_bias.dtype) + self.dt_bias).unflatten(2, (-1, self.config.d_key))
         return -self.A_log.exp()[:, None] * F.softplus(logits_BTHK)
 
-    def gate(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
+    def normed(self, o_BTHV: Tensor, extra: Sequence[Tensor]) -> Tensor:
         z_BTV = (extra[1] + self.gate_bias).to(extra[1].dtype) if self.config.gate_bias else extra[1]
-        return gated(o_BTHV.flatten(2), z_BTV, activation="sigmoid", dtype=z_BTV.dtype).view(o_BTHV.shape)
+        return self.norm.gated(o_BTHV, z_BTV, activation="sigmoid")

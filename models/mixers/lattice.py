@@ -84,7 +84,10 @@ class Lattice(Mixer, settings=LatticeConfig):
             update, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
         )
         o_BTD = o_BTHV.flatten(2)
-        y_BTD = gated(self.norm(o_BTD, dtype) if config.output_norm else o_BTD, gate_BTD, activation="gelu", dtype=gate_BTD.dtype)
+        if config.output_norm:
+            y_BTD = self.norm.gated(o_BTD, gate_BTD, activation="gelu")
+        else:
+            y_BTD = gated(o_BTD, gate_BTD, activation="gelu", dtype=gate_BTD.dtype)
         return self.out_proj(y_BTD), {"conv": conv, **final_state}
 
     def _convolved(

@@ -50,5 +50,5 @@ class LinearAttention(Mixer, settings=PlainLinearAttentionConfig):
             o_BTHV = o_BTHV.to(torch.promote_types(dtype, torch.float32))
             y_BTHV = o_BTHV[..., :-1] / (o_BTHV[..., -1:] + _EPS)
         else:
-            y_BTHV = self.norm(o_BTHV)
+            y_BTHV = self.norm(o_BTHV, dtype)
         return self.out_proj(y_BTHV.flatten(2).to(dtype)), final_state

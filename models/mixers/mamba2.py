@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.kernels.gate import gated
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.head_scale import head_scale
 from baton.kernels.protocol import State
@@ -68,8 +67,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
         y_BTHP, final_state = self.run_recurrence(
             recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
         )
-        y_BTD = (y_BTHP + self.D.unsqueeze(-1) * x_BTHP).flatten(2)
-        return self.out_proj(self.norm(gated(y_BTD, z), z.dtype)), {
+        return self.out_proj(self.norm.of_gated(y_BTHP.flatten(2), z, skip=(x, self.D))), {
             "conv_x": conv_x["conv"],
             "conv_bc": conv_bc["conv"],
             **final_state,

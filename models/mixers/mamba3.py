@@ -91,5 +91,5 @@ class Mamba3(Mixer, settings=Mamba3Config):
         y_BTHP, final_state = self.run_recurrence(Mamba3Recurrence(), inputs, pos_BT, state, forward_context)
         y_BTD = y_BTHP.flatten(2)
         if config.output_norm:
-            y_BTD = self.norm(y_BTD, precise)
+            return self.out_proj(self.norm.gated(y_BTD, z_BTD)), final_state
         return self.out_proj(gated(y_BTD, z_BTD, dtype=z_BTD.dtype)), final_state

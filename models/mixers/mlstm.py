@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.kernels.gate import gated
+from baton.kernels.gated_norm import gated_norm
 from baton.kernels.mlstm.recurrence import MLSTM
 from baton.kernels.protocol import State
 from baton.models.forward_context import LOCAL, ForwardContext
@@ -55,8 +55,8 @@ class MLSTMMixer(Mixer, settings=MLSTMConfig):
             g_BTH,
         )
         h_BTHV, final_state = self.run_recurrence(MLSTM(scale=d_key**-0.5), inputs, pos_BT, state, forward_context)
-        h_BTHV = F.layer_norm(h_BTHV.to(precise), (d_value,), eps=self.context.norm_eps)
-        y_BTD = gated(h_BTHV.flatten(2) * self.norm_weight, gate_BTD, activation="sigmoid", dtype=x_BTM.dtype)
+        weight, eps = self.norm_weight.view(-1, d_value), self.context.norm_eps
+        y_BTD = gated_norm(h_BTHV, gate_BTD, weight, eps, activation="sigmoid", center=True, dtype=x_BTM.dtype)
         return self.out_proj(y_BTD), final_state
 
     def _capped(self, logits: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ Shapes: B batch, T time, M d_model, H this rank's heads, V d_value.
 import torch
 from torch import Tensor
 
-from baton.kernels.gate import gated
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import State
 from baton.kernels.rotary import rotary
@@ -57,6 +56,5 @@ class RetNet(Mixer, settings=RetNetConfig):
         o_BTHV, final_state = self.run_recurrence(
             recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
         )
-        y_BTV = self.norm(o_BTHV).flatten(2)
-        y_BTV = gated(y_BTV, *gate, dtype=v.dtype) if self.config.output_gate else y_BTV.to(v.dtype)
+        y_BTV = self.norm.gated(o_BTHV, *gate) if self.config.output_gate else self.norm(o_BTHV, v.dtype).flatten(2)
         return self.out_proj(y_BTV), final_state

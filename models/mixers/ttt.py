@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.kernels.gate import gated
 from baton.kernels.protocol import State
 from baton.kernels.rotary import rotary
 from baton.kernels.short_conv.recurrence import ShortConv
@@ -79,7 +78,7 @@ class TTT(Mixer, settings=TTTConfig):
         z_BTHD, trained = self.run_recurrence(recurrence.TTT(config.model), inputs, pos_BT, initial, forward_context)
         unit_BTHD = F.layer_norm(z_BTHD.to(dtype), (config.head_dim,), eps=NORM_EPS)
         o_BTHD = q_BTHD + unit_BTHD * self.inner_norm_weight + self.inner_norm_bias
-        y_BTD = gated(self.norm(o_BTHD.flatten(2), dtype), gate_BTD, activation="gelu", dtype=gate_BTD.dtype)
+        y_BTD = self.norm.gated(o_BTHD.flatten(2), gate_BTD, activation="gelu")
         return self.out_proj(y_BTD), {"conv": conv, **trained}
 
     def _convolved(

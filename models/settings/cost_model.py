@@ -361,6 +361,13 @@ def saved_by_gate(name: str, width: int) -> tuple[SavedTensor, ...]:
     )
 
 
+def saved_before_gate(width: int, *, split_norm: bool = False) -> tuple[SavedTensor, ...]:
+    """A norm's output, which a gate multiplies. On a GPU one kernel does both and saves nothing between them, unless what is
+    normalised is split over ranks (split_norm: it is, over several)."""
+    normalised = SavedTensor("normalised output", width, "float32", device="cpu")
+    return (normalised, replace(normalised, device="gpu", ranks="several")) if split_norm else (normalised,)
+
+
 def saved_by_log_sigmoid(name: str, width: int, *, view: bool = True) -> tuple[SavedTensor, ...]:
     """Saved tensors of logsigmoid: its float32 input and, on a CPU, the exponential. view: the input is a view of a projection,
     so it is a copy only if the projection is not float32."""

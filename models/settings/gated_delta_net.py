@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from baton.models.initializers import InverseSoftplusLogUniform, LogUniform
-from baton.models.settings.cost_model import MixerCosts, SavedTensor, saved_by_gate
+from baton.models.settings.cost_model import MixerCosts, SavedTensor, saved_before_gate, saved_by_gate
 from baton.models.settings.declarations import ParameterDeclaration, split
 from baton.models.settings.delta_rule import DecayingDeltaRuleConfig
 
@@ -43,7 +43,7 @@ class GatedDeltaNetConfig(DecayingDeltaRuleConfig):
         saved = (
             # softplus's input and output, and the decay
             SavedTensor("decays", 3 * heads, "float32"),
-            SavedTensor("normalised output", heads * self.d_value, "float32"),
+            *saved_before_gate(heads * self.d_value),
             *saved_by_gate("gate", heads * self.d_value),
         )
         return replace(costs, saved=(*costs.saved, *saved))

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from baton.models.initializers import Constant, InverseSoftplusLogUniform, LogUniform, Projection
-from baton.models.settings.cost_model import MixerCosts, SavedTensor
+from baton.models.settings.cost_model import MixerCosts, SavedTensor, saved_before_gate
 from baton.models.settings.declarations import ParameterDeclaration, low_rank_column, replicated, split
 from baton.models.settings.delta_rule import DecayingDeltaRuleConfig
 
@@ -58,7 +58,7 @@ class KDAConfig(DecayingDeltaRuleConfig):
             SavedTensor("codes", 2 * self.rank, "compute", split=False),
             # softplus's input and output, and the decay
             SavedTensor("decays", 3 * keys, "float32"),
-            SavedTensor("normalised output", values, "float32"),
+            *saved_before_gate(values),
             SavedTensor("gate", values, "compute", device="gpu"),
             SavedTensor("sigmoid of the gate", values, "float32", device="cpu"),
         )

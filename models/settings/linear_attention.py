@@ -11,6 +11,7 @@ from baton.models.settings.cost_model import (
     SavedTensor,
     linear_attention_costs,
     linear_attention_flops,
+    saved_before_gate,
     saved_by_gate,
     saved_by_norm,
     saved_scores,
@@ -62,8 +63,7 @@ def whole(name: str, formula: str, numerator: int, denominator: int) -> int:
 
 def saved_by_output_gate(width: int) -> tuple[SavedTensor, ...]:
     """Saved tensors of normalised outputs * silu(gate): the gate's projection and what it multiplies, and `saved_by_gate`."""
-    projected = SavedTensor("gate", width, "compute")
-    return (projected, SavedTensor("normalised output", width, "float32"), *saved_by_gate("gate", width))
+    return (SavedTensor("gate", width, "compute"), *saved_before_gate(width), *saved_by_gate("gate", width))
 
 
 class PlainLinearAttentionConfig(LinearAttentionConfig):

@@ -1,5 +1,6 @@
 """Settings of Mamba-2."""
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -143,9 +144,7 @@ class Mamba2Config(MixerConfig):
                 SavedTensor("step sizes", 3 * heads, "float32"),
                 SavedTensor("x times step size", inner, "compute"),
                 *scores,
-                SavedTensor("output with skip", inner, "float32"),
-                *saved_by_gate("z", inner),
-                *saved_by_split_norm("norm", inner, groups=self.norm_group_count(d_model)),
+                *self._saved_behind_scan(inner, self.norm_group_count(d_model)),
                 SavedTensor("out_proj input", inner, "compute"),
             ),
             recurrences=(
@@ -155,6 +154,21 @@ class Mamba2Config(MixerConfig):
             ),
             matrix_flops=linear_attention_flops(*S.shape),
         )
+
+    @staticmethod
+    def _saved_behind_scan(inner: int, groups: int) -> tuple[SavedTensor, ...]:
+        """On a GPU one kernel adds the skip, gates and normalises, unless what is normalised is split over ranks."""
+        apart = (
+            SavedTensor("output with skip", inner, "float32"),
+            *saved_by_gate("z", inner),
+            *saved_by_split_norm("norm", inner, groups=groups),
+        )
+        fused = (SavedTensor("output", inner, "compute", device="gpu"), SavedTensor("norm scale", groups, "float32", device="gpu"))
+        on_cpu = tuple(replace(x, device="cpu") for x in apart if x.device != "gpu")
+        if groups > 1:
+            return (*on_cpu, *fused)
+        on_gpu = (replace(x, device="gpu", ranks="several") for x in apart if x.device != "cpu" and x.ranks != "one")
+        return (*on_cpu, *(replace(x, ranks="one") for x in fused), *on_gpu)
 
     @classmethod
     def small(cls) -> "Mamba2Config":

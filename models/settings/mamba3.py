@@ -144,6 +144,12 @@ class Mamba3Config(MixerConfig):
                 *saved_by_split_norm("norm", outputs, groups=rank * heads),
                 SavedTensor("normalised output", outputs, "float32"),
             )
+            if rank == 1:  # on a GPU one kernel normalises and gates
+                gated_by = (
+                    *(replace(x, device="cpu") for x in gated_by if x.device != "gpu"),
+                    SavedTensor("output", inner, "compute", device="gpu"),
+                    SavedTensor("norm scale", heads, "float32", device="gpu"),
+                )
         elif rank > 1:
             gated_by = (SavedTensor("output", outputs, "compute"),)
         else:

@@ -8,7 +8,14 @@ from pydantic import Field
 from baton.models.initializers import Constant, Normal, Reciprocals, linear
 from baton.models.rope import Rates, rope_rates
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import MixerCosts, RecurrenceCosts, SavedTensor, saved_by_gate, saved_by_split_norm
+from baton.models.settings.cost_model import (
+    MixerCosts,
+    RecurrenceCosts,
+    SavedTensor,
+    saved_before_gate,
+    saved_by_gate,
+    saved_by_split_norm,
+)
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split, split_norm
 from baton.models.settings.eager import Eager
 
@@ -138,7 +145,7 @@ class TTTConfig(MixerConfig):
                 SavedTensor("outputs of the model, normalised too", 2 * width, "float32"),
                 SavedTensor("their means and scales", 2 * heads, "float32"),
                 *saved_by_split_norm("norm", width),
-                SavedTensor("normalised output", width, "float32"),
+                *saved_before_gate(width, split_norm=True),
                 *saved_by_gate("gate", width),
                 SavedTensor("out_proj input", width, "compute"),
             ),

@@ -26,6 +26,7 @@ from baton.kernels.eidetic_attention.recurrence import Innovation
 from baton.kernels.embedding import add_rows
 from baton.kernels.gate import gated
 from baton.kernels.gate.triton_launch import activate_columns
+from baton.kernels.gated_norm import gated_norm
 from baton.kernels.head_scale import head_scale
 from baton.kernels.lattice.recurrence import Lattice
 from baton.kernels.protocol import Inputs, LinearRecurrence, Recurrence, SequentialRecurrence, State, StateFirstRecurrence
@@ -278,6 +279,20 @@ OPS: dict[str, dict[str, tuple[Callable[..., Any], dict[str, Tensor]]]] = {
         "gelu": (lambda x, z: (gated(x, z, activation="gelu"),), {"x": _R(BATCH, ROWS, 7), "z": _R(BATCH, ROWS, 7)}),
         "sigmoid": (lambda x, z: (gated(x, z, activation="sigmoid"),), {"x": _R(BATCH, ROWS, 7), "z": _R(BATCH, ROWS, 7)}),
         "activate": (_activations, {"x": _R(BATCH, ROWS, 7), "z": _R(BATCH, ROWS, 7)}),
+    },
+    "gated_norm": {
+        "heads": (
+            lambda x, z, weight: (gated_norm(x, z, weight, 1e-5),),
+            {"x": _R(BATCH, ROWS, 3, 4), "z": _R(BATCH, ROWS, 12), "weight": _R(4)},
+        ),
+        "rows": (
+            lambda x, z, weight: (gated_norm(x, z, weight, 1e-5, activation="sigmoid", center=True),),
+            {"x": _R(BATCH, ROWS, 3, 4), "z": _R(BATCH, ROWS, 12), "weight": _R(3, 4)},
+        ),
+        "skip": (
+            lambda x, z, weight, u, D: (gated_norm(x, z, weight, 1e-5, gate_first=True, skip=(u, D)),),
+            {"x": _R(BATCH, ROWS, 1, 8), "z": _R(BATCH, ROWS, 8), "weight": _R(8), "u": _R(BATCH, ROWS, 1, 8), "D": _R(2)},
+        ),
     },
     "head_scale": {
         "scale": (lambda x, scale: (head_scale(x, scale),), {"x": _R(BATCH, ROWS, 3, 4), "scale": _R(BATCH, ROWS, 3)}),

@@ -230,7 +230,7 @@ from baton.kernels.delta_rule.triton_launch import delta_rule_triton
 from baton.kernels.gated_linear_attention.triton_launch import gla_triton
 from baton.kernels.gated_slot_attention.triton_launch import gsa_triton
 from baton.kernels.mlstm import mlstm
-from baton.models.config import ModelConfig
+from baton.models.library import mixer
 from baton.models.settings import kinds
 from baton.models.settings.cost_model import Workload
 
@@ -278,6 +278,26 @@ for kind, (op, settings, given, options) in calls.items():
     work = Workload(B, T, selective="recompute_activations" in options)
     counted = sum(k.nbytes(work) for k in costs.saved if k.in_recurrence == "kernel")
     print(kind, sum(kept.values()), counted, sep=",")
+
+whole = {"retnet": {}, "gated_delta_net": {"d_key": 128, "d_value": 256}, "kda": {"heads": 8}, "mamba2": {},
+         "mamba2 groups": {"n_groups": 4}}
+for kind, settings in whole.items():
+    kept = {}
+    with compiling(Target(90)):
+        model = mixer(kind.split()[0], WIDTH, dtype=torch.bfloat16, device=META, **settings)
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}
+        rounded = {2 * p.numel() for p in model.parameters() if p.dim() == 2}
+
+        def keep(t):
+            of_weight = t.dim() == 2 and t.dtype == torch.bfloat16 and t.untyped_storage().nbytes() in rounded
+            if t.untyped_storage()._cdata not in weights and not of_weight:
+                kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            found = model(x(WIDTH) * 1, torch.zeros(B, T, dtype=torch.int32, device=META), None)
+    counted = sum(k.nbytes(Workload(B, T)) for k in kinds()[kind.split()[0]](**settings).costs(WIDTH).saved)
+    print(f"whole {kind}", sum(kept.values()), counted, sep=",")
 """
 
 
@@ -287,6 +307,10 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
     done = subprocess.run([sys.executable, "-P", "-c", BY_KERNELS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {kind: (int(kept), int(counted)) for kind, kept, counted in (line.split(",") for line in done.stdout.splitlines())}
+    # the positions, and constants, are not counted
+    mixers = {kind: found.pop(kind) for kind in list(found) if kind.startswith("whole")}
+    assert len(mixers) == 5
+    assert all(kept == pytest.approx(counted, rel=1e-3) for kept, counted in mixers.values()), mixers
     assert all(kept == counted for kept, counted in found.values()), found
     keepers = {"gla", "retnet", "mamba2 groups", "gsa", "gsa selectively", "delta_net", "mlstm", "kda"}
     assert {kind for kind, (kept, _) in found.items() if kept} == keepers

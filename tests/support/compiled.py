@@ -102,6 +102,7 @@ def kernels(arch):
     yield from (kernel for kernel in _eidetic_kernels(arch) if not MAY_SPILL.search(kernel[0]))
     yield from _norm_kernels()
     yield from _gate_kernels()
+    yield from _gated_norm_kernels()
     yield from _scale_kernels()
     yield from _rotary_kernels()
     yield from _loss_kernels()
@@ -585,6 +586,27 @@ def _gate_kernels():
         sizes = {**launch_sizes(width), "LOGS": name == "gates"}
         warps, types = sizes.pop("num_warps"), {"y": "fp32"} if name == "gates" else {}
         yield f"activated {name}", triton_kernels.gate_activation_kernel, sizes, warps, types
+
+
+def _gated_norm_kernels():
+    """With heads as in KDA and GLA, and with a row and a skip as in Mamba-2 at 1.3B."""
+    from baton.kernels.gate.triton_kernels import SIGMOID, SILU
+    from baton.kernels.gated_norm import triton_kernels
+    from baton.kernels.gated_norm.triton_launch import backward_launch_sizes, launch_sizes
+
+    of_heads = {"GATE_FIRST": False, "PER_ROW": False, "CHANNEL": 0}
+    forms = {
+        "of 128": (128, {**of_heads, "KIND": SILU.value, "CENTER": False}),
+        "of 512, centred": (512, {**of_heads, "KIND": SIGMOID.value, "CENTER": True, "PER_ROW": True}),
+        "gate and skip first": (4096, {"KIND": SILU.value, "GATE_FIRST": True, "CENTER": False, "PER_ROW": False, "CHANNEL": 64}),
+    }
+    types = {**dict.fromkeys(("weight", "skip", "scale", "mean", "dweight", "dskip"), "fp32"), "H": "=i32", "blocks": "=i32"}
+    for name, (width, options) in forms.items():
+        sizes = {**launch_sizes(width), **options}
+        warps = sizes.pop("num_warps")
+        yield f"gated norm {name}, forward", triton_kernels.gated_norm_forward_kernel, sizes, warps, types
+        sizes = {**_without_warps(backward_launch_sizes(width)), **options}
+        yield f"gated norm {name}, backward", triton_kernels.gated_norm_backward_kernel, sizes, warps, types
 
 
 def _scale_kernels():

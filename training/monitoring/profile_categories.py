@@ -68,8 +68,8 @@ RULES = (
     ),
     Rule(
         "norm",
-        kernels=("rms_norm",),
-        functions=("_RMSNorm", "_SplitRMSNorm"),
+        kernels=("gated_norm", "rms_norm"),
+        functions=("_GatedNorm", "_RMSNorm", "_SplitRMSNorm"),
         name=r"rms_?norm|layer_?norm",
         scope=r"^aten::_?(fused_)?(rms|layer|native_layer)_norm",
     ),
