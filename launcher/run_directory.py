@@ -28,6 +28,7 @@ from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind, gpu_memory, kind_here
 from baton.launcher.errors import BusyError, ConfigError
 from baton.launcher.validation import first_problem
+from baton.parallel.control_groups import host_memory
 from baton.training.monitoring import time_ledger
 
 if TYPE_CHECKING:
@@ -56,8 +57,9 @@ def open_attempt(config: RunConfig, *, change: bool = False) -> Iterator[Path]:
             (config.folder / "attempts").mkdir(parents=True, exist_ok=True)
             held.enter_context(hold(config.folder))
         check_run(config, change=change)  # again, now that it is locked: another process may have trained the run meanwhile
+        fitting = for_this_machine(config)
         open_run(config)
-        yield new_attempt(config)
+        yield _attempt(fitting)
 
 
 def settled(config: RunConfig, kind: Kind) -> RunConfig:
@@ -122,11 +124,16 @@ def new_attempt(config: RunConfig, ranks: int | None = None, **what: Any) -> Pat
 
     ranks: number of ranks on this machine; None: all. what: additional fields of the ledger's row.
     """
+    return _attempt(for_this_machine(config, ranks), **what)
+
+
+def _attempt(config: RunConfig, **what: Any) -> Path:
+    """Creates the folder of one start, of a configuration that `for_this_machine` returned."""
     folder = config.folder
     with _writing(folder):
         attempt = folder / "attempts" / f"{1 + last_attempt(folder):04d}"
         attempt.mkdir()
-        write_whole(attempt / "config.yaml", for_this_machine(config, ranks).to_yaml())
+        write_whole(attempt / "config.yaml", config.to_yaml())
         time_ledger.append_row(folder, "attempt", attempt=int(attempt.name), layout=config.layout.sizes(), **what)
     return attempt
 
@@ -135,8 +142,12 @@ def for_this_machine(config: RunConfig, ranks: int | None = None) -> RunConfig:
     """The configuration with values for settings that are `auto`, chosen for this machine's GPUs and reported on stderr.
 
     ranks: number of ranks on this machine; None: all. Values with which a start of this run ran out of memory are not chosen again.
+    One process chooses for all ranks of all nodes, which read it in their attempt's config.yaml. Raises ConfigError where the host
+    has too little memory for what would fit its GPUs.
     """
     config, choice = _chosen(config, ranks)
+    if choice is not None and (refused := choice.refusal()) is not None:
+        raise ConfigError(f"{config.name}: {refused}")
     if choice is not None:
         print(f"note: {choice}", file=sys.stderr)
     return config
@@ -146,19 +157,21 @@ def _chosen(config: RunConfig, ranks: int | None) -> tuple[RunConfig, "Choice | 
     """The configuration, and the choice; None if the run leaves nothing to choose."""
     from baton.launcher.inputs import with_known_vocabulary
     from baton.launcher.planner import automatic
+    from baton.launcher.planner.host_memory import Node
 
     if not automatic.is_automatic(config):
         return config, None
     kind = kind_here(config.device)
     gpus, memory = (gpu_memory() if kind == "cuda" else None) or (0, None)
-    capacity = None if memory is None else automatic.capacity_of(memory, -(-(ranks or config.layout.world_size) // gpus))
+    here = min(ranks or config.layout.world_size, config.layout.world_size)
+    capacity = None if memory is None else automatic.capacity_of(memory, -(-here // gpus))
     failed = []
     for path in sorted(config.folder.glob(f"attempts/*/{OUT_OF_MEMORY}")):
         with suppress(ConfigError, OSError, ValueError):  # it was removed, or another version wrote it
             if json.loads(path.read_text(encoding="utf-8"))["memory"] == memory:  # not on another kind of GPU
                 failed.append(automatic.planned_peak(with_known_vocabulary(read_config(path.with_name("config.yaml")))))
     peaks = [peak for peak in failed if peak is not None]
-    resolved, choice = automatic.resolve(with_known_vocabulary(config), capacity, kind, peaks)
+    resolved, choice = automatic.resolve(with_known_vocabulary(config), capacity, kind, peaks, Node(here, host_memory()))
     # the vocabulary stays as the run has it: ranks take it from the tokenizer
     return config.model_copy(update={"training": resolved.training}), choice if kind == "cuda" or peaks else None
 

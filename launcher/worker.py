@@ -88,12 +88,18 @@ def main() -> int:
 
 def _remedy(path: Path) -> str:
     """Settings with which the run needs less memory, for the message about out of memory."""
+    from baton.launcher.inputs import with_known_vocabulary
+    from baton.launcher.planner.automatic import host_has_room
+    from baton.launcher.planner.host_memory import Node
     from baton.launcher.run_directory import read_config
+    from baton.parallel.control_groups import host_memory
 
     config = read_config(path)
     training, offload = config.training, ""
     if config.keeps_kv and training.offload_kv is not True:
-        offload = "training.offload_kv=true, "
+        offloading = config.model_copy(update={"training": training.model_copy(update={"offload_kv": True})})
+        node = Node(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), host_memory())
+        offload = "training.offload_kv=true, " if host_has_room(with_known_vocabulary(offloading), node) else ""
     again = "" if training.recompute == "full" else "training.recompute=full, "
     smaller = f"training.micro_batch_size={training.micro_batch_size // 2}, " if training.micro_batch_size > 1 else ""
     return f"set {offload}{again}{smaller}training.bptt, or see what `baton plan` suggests"

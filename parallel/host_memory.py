@@ -9,13 +9,12 @@ import math
 import mmap
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
+from baton.parallel.control_groups import room_in_groups
 from baton.parallel.errors import HostMemoryError
 
 GIB = 1 << 30
@@ -84,23 +83,9 @@ class HostMemory:
 
 
 def free_bytes() -> int:
-    """Bytes that this process can still get: what the machine has available, within the limits of its control group and of those
-    around it, whose file caches give way."""
-    free = psutil.virtual_memory().available
-    root = Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-        own = root / next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
-    except (OSError, StopIteration):  # no control group of version 2
-        return free
-    for group in (own, *own.parents):
-        if group.is_relative_to(root):
-            with suppress(OSError, ValueError, KeyError):  # the outermost one has no limit
-                limit = int((group / "memory.max").read_text(encoding="ascii"))  # or "max"
-                used = int((group / "memory.current").read_text(encoding="ascii"))
-                parts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-                free = min(free, limit - used + int(parts["file"]))
-    return max(0, free)
+    """Bytes that this process can still get: what the machine has available, within the limits of its control groups."""
+    free, room = psutil.virtual_memory().available, room_in_groups()
+    return free if room is None else min(free, room)
 
 
 def _unregister(registered: set[int], which: Sequence[int] | None = None) -> None:

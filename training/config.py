@@ -127,7 +127,7 @@ class TrainingConfig(_Settings):
         description="keep the keys and values that full attention reads again in later segments (bptt), and their gradients, in "
         "the host's memory, page-locked, and copy a layer's to the GPU for every pass through it: the same result with less of "
         "the GPU's memory, and time for the copies. auto: where nothing else fits the GPU's memory by `baton plan`, or only "
-        "recomputation that takes longer; chosen at every start; on a CPU, false",
+        "recomputation that takes longer, and the host has room for that of all its ranks; chosen at every start; on a CPU, false",
     )
     deterministic: bool = Field(True, description="raise an error for kernels whose results vary from run to run")
     log_every: int = Field(10, ge=1, description="steps between console log lines; metrics.jsonl records every step")

@@ -1,18 +1,21 @@
 """Values of training.recompute, training.cuda_graphs and training.offload_kv that are `auto`, which is their default. Torch-free.
 
 The possible forms are ordered by speed, and the first one is taken whose planned peak memory (launcher.planner.memory) fits the
-device. A form that needs as much memory as another one that ran out of memory on such a device before is left out.
+device, and whose page-locked memory fits the node's host beside all its ranks' (launcher.planner.host_memory). A form that needs as
+much memory as another one that ran out of memory on such a device before is left out.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from baton.launcher.cluster import reserved_bytes
 from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind
 from baton.launcher.errors import ConfigError
+from baton.launcher.planner.host_memory import HostMemory, Node
 from baton.launcher.planner.memory import of_stages
+from baton.launcher.planner.size_text import size
 from baton.launcher.planner.slow_paths import slow_paths
 from baton.models.stages import ATTENTION_COST
 
@@ -41,6 +44,8 @@ class Choice:
 
     offload_kv: None: no keys and values are kept from segment to segment.
     peak: planned peak memory of a rank in bytes; None: unknown. capacity: bytes that a rank can use; None: unknown.
+    on_host: what the ranks of a node page-lock; None: unknown.
+    excluded: where no form fits, what they would page-lock with one that is left out for that alone; None: there is none.
     """
 
     recompute: str
@@ -48,11 +53,29 @@ class Choice:
     offload_kv: bool | None
     peak: int | None
     capacity: int | None
+    on_host: HostMemory | None = None
+    excluded: HostMemory | None = None
 
     @property
     def fits(self) -> bool:
-        """Whether it fits, as far as is known."""
+        """Whether it fits the device, as far as is known."""
         return self.peak is None or self.capacity is None or self.peak <= self.capacity
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether it fits the node's host, as far as is known."""
+        return self.on_host is None or self.on_host.fits
+
+    def refusal(self) -> str | None:
+        """Why a run does not start: host memory is all that is missing, and a machine without any is lost with all that runs on it.
+        None: it starts."""
+        if self.excluded is None:
+            return None
+        needed = self.offload_kv is False
+        words = f"this machine, with what this job may have of it, has too little memory: {self.excluded.shortage(needed=needed)}"
+        if needed and not self.fits and self.peak is not None and self.capacity is not None:
+            words += f"; with training.offload_kv=false its GPU has: {size(self.peak)} of {size(self.capacity)} per rank"
+        return words
 
     def __str__(self) -> str:
         words = f"auto: training.recompute={self.recompute}, training.cuda_graphs={str(self.cuda_graphs).lower()}"
@@ -63,6 +86,8 @@ class Choice:
         if self.capacity is None:
             return f"{words} (planned: {self.peak / GIB:,.1f} GiB per rank)"
         planned = f"planned: {self.peak / GIB:,.1f} of {self.capacity / GIB:,.1f} GiB per rank"
+        if self.offload_kv and self.on_host is not None and self.on_host.usable is not None:
+            planned += f", {self.on_host.of_node / GIB:,.1f} of {self.on_host.usable / GIB:,.1f} GiB of a node's host"
         return f"{words} ({planned})" if self.fits else f"{words} ({planned}: too much; `baton plan` says what to change)"
 
 
@@ -73,7 +98,7 @@ def is_automatic(config: RunConfig) -> bool:
 
 
 def resolve(
-    config: RunConfig, capacity: int | None, kind: Kind | None = None, failed: Iterable[int] = ()
+    config: RunConfig, capacity: int | None, kind: Kind | None = None, failed: Iterable[int] = (), node: Node | None = None
 ) -> tuple[RunConfig, Choice | None]:
     """The configuration with all values, and what was chosen; None where the run has set all.
 
@@ -82,18 +107,32 @@ def resolve(
         capacity: bytes that a rank may fill; None: not known, and the first form that has not failed is taken.
         kind: of device; None: as the configuration says, where auto is a GPU.
         failed: planned peaks, in bytes, of starts that ran out of memory on such a device. What needs as much is not tried again.
+        node: whose host has the ranks' page-locked memory; None: not known, and not compared.
 
-    Where no form fits, the one that needs least memory is taken.
+    Where no form fits, the one that needs least memory is taken, of those that fit the host, or that need least of it.
     """
     if not is_automatic(config):
         return config, None
     kind = kind or ("cpu" if config.device == "cpu" else "cuda")
     limit = min(failed, default=None)
-    choices = [(candidate, _choice(candidate, capacity)) for candidate in _candidates(config, kind)]
-    for candidate, choice in choices:
-        if choice.fits and (limit is None or choice.peak is None or choice.peak < limit):
+    choices = [
+        (candidate, _choice(candidate, capacity, node if kind == "cuda" else None)) for candidate in _candidates(config, kind)
+    ]
+    on_device = [
+        (candidate, choice)
+        for candidate, choice in choices
+        if choice.fits and (limit is None or choice.peak is None or choice.peak < limit)
+    ]
+    for candidate, choice in on_device:
+        if choice.fits_host:
             return candidate, choice
-    return min(choices, key=lambda one: one[1].peak or 0)
+    least = min((choice.on_host.of_node for _, choice in choices if choice.on_host is not None), default=0)
+    on_host = [one for one in choices if one[1].fits_host]
+    left_out = on_device if on_host else on_device or choices
+    excluded = min((one.on_host for _, one in left_out if one.on_host is not None), key=lambda one: one.of_node, default=None)
+    rest = on_host or [one for one in choices if one[1].on_host is not None and one[1].on_host.of_node == least]
+    candidate, choice = next((one for one in rest if one in on_device), min(rest, key=lambda one: one[1].peak or 0))
+    return candidate, replace(choice, excluded=excluded)
 
 
 def rank_by_speed(config: RunConfig) -> tuple[int, bool]:
@@ -104,12 +143,15 @@ def rank_by_speed(config: RunConfig) -> tuple[int, bool]:
     return BY_SPEED.index((training.recompute, training.cuda_graphs)), training.offload_kv is True
 
 
+def host_has_room(config: RunConfig, node: Node) -> bool:
+    """Whether a node's host has room for what its ranks page-lock, as far as is known."""
+    on_host = _planned(config, node)[1]
+    return on_host is None or on_host.fits
+
+
 def planned_peak(config: RunConfig) -> int | None:
     """Planned bytes of a rank of the fullest stage; None: unknown."""
-    try:
-        return max(one.memory().peak for one in of_stages(config))
-    except ConfigError:
-        return None
+    return _planned(config, None)[0]
 
 
 def capacity_of(memory: int, ranks: int = 1) -> int:
@@ -117,11 +159,21 @@ def capacity_of(memory: int, ranks: int = 1) -> int:
     return (memory - reserved_bytes(memory) * ranks) // ranks
 
 
-def _choice(config: RunConfig, capacity: int | None) -> Choice:
+def _planned(config: RunConfig, node: Node | None) -> tuple[int | None, HostMemory | None]:
+    """Bytes of a rank of the fullest stage, and what a node's ranks page-lock; None: unknown."""
+    try:
+        stages = of_stages(config)
+    except ConfigError:
+        return None, None
+    return max(one.memory().peak for one in stages), None if node is None else HostMemory.of(stages, node)
+
+
+def _choice(config: RunConfig, capacity: int | None, node: Node | None) -> Choice:
     training = config.training
     assert training.recompute != "auto"
     offload = training.offload_kv is True if config.keeps_kv else None
-    return Choice(training.recompute, training.cuda_graphs is True, offload, planned_peak(config), capacity)
+    peak, on_host = _planned(config, node)
+    return Choice(training.recompute, training.cuda_graphs is True, offload, peak, capacity, on_host)
 
 
 def _is_recordable(settings: object) -> bool:

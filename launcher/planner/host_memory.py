@@ -12,6 +12,20 @@ SHARE = 0.9
 
 
 @dataclass(frozen=True)
+class Node:
+    """ranks: that run on a node. memory: bytes of its host; None: unknown."""
+
+    ranks: int
+    memory: int | None
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "Node":
+        """Of a cluster."""
+        gib = cluster.host_memory_gib
+        return cls(cluster.ranks_per_node, None if gib is None else int(gib * GIB))
+
+
+@dataclass(frozen=True)
 class HostMemory:
     """What the ranks of a node page-lock.
 
@@ -28,12 +42,11 @@ class HostMemory:
     zero: int
 
     @classmethod
-    def of(cls, stages: Sequence[Arithmetic], cluster: Cluster | None) -> "HostMemory":
-        """Of a run's stages; nothing where ranks are on processors, which have it in their own memory. cluster: None: its nodes are
+    def of(cls, stages: Sequence[Arithmetic], node: Node | None) -> "HostMemory":
+        """Of a run's stages; nothing where ranks are on processors, which have it in their own memory. node: None: nodes are
         unknown, and a rank is looked at alone."""
-        layout, gib = stages[0].layout, None if cluster is None else cluster.host_memory_gib
-        ranks = 1 if cluster is None else min(cluster.ranks_per_node, layout.world_size)
-        capacity = None if gib is None else int(gib * GIB)
+        layout, capacity = stages[0].layout, None if node is None else node.memory
+        ranks = 1 if node is None else min(node.ranks, layout.world_size)
         if not stages[0].work.gpu:
             return cls(0, 0, ranks, 0, capacity, layout.zero)
         nodes = [0] * -(-layout.world_size // ranks)
@@ -68,16 +81,15 @@ class HostMemory:
         if self.usable is not None:
             yield f"{SHARE:.0%} of a node's memory", self.usable
 
-    def shortage(self) -> str:
-        """What is too much, and what makes it less."""
+    def shortage(self, *, needed: bool = False) -> str:
+        """What is too much, and what makes it less. needed: GPUs have no room for what is offloaded."""
         usable = self.usable or 0
         divided = "layout.zero=1 and data ranks on more nodes" if not self.zero else "data ranks on more nodes (layout.data)"
         words = [f"{divided}, which divide a save's copy"] if self.saves else []
+        if self.offloaded and not needed:
+            words.append("training.offload_kv=false where GPUs have room for these")
         if self.offloaded:
-            words += [
-                "training.offload_kv=false where GPUs have room for these",
-                "layout.context to spread a sequence over more ranks",
-            ]
+            words.append("layout.context to spread a sequence over more nodes")
         return (
             f"{size(self.of_node)} of {size(usable)} of a node's host memory, {size(self.of_node - usable)} too much; use "
             f"{', or '.join([*words, 'nodes with more memory'])}"

@@ -13,7 +13,7 @@ from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind
 from baton.launcher.planner import automatic
 from baton.launcher.planner.comm_volume import exchanges
-from baton.launcher.planner.host_memory import HostMemory
+from baton.launcher.planner.host_memory import HostMemory, Node
 from baton.launcher.planner.memory import Arithmetic, of_stages
 from baton.launcher.planner.parts import Memory
 from baton.launcher.planner.size_text import row, size
@@ -291,7 +291,10 @@ class Plan:
             if self.advice
             else "nothing that was tried fits; take a smaller model or context"
         )
-        return f"does not fit: {peak} of {size(self.capacity)} per rank, {off} too much; {what}"
+        host, choice = "", self.choice
+        if choice is not None and not choice.offload_kv and (other := choice.excluded) is not None and other.usable is not None:
+            host = f" (with training.offload_kv=true, {size(other.of_node)} of {size(other.usable)} of a node's host memory)"
+        return f"does not fit: {peak} of {size(self.capacity)} per rank, {off} too much{host}; {what}"
 
 
 def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: float | None = None) -> Plan:
@@ -306,8 +309,8 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
     kind = None if cluster is None or config.device != "auto" else cluster.kind
     if kind == "cpu":  # what a rank has in memory, and where its copies lie, is another thing than beside a GPU
         config = config.model_copy(update={"device": "cpu"})
-    given = config
-    config, choice = automatic.resolve(given, capacity, kind)
+    given, node = config, None if cluster is None else Node.of(cluster)
+    config, choice = automatic.resolve(given, capacity, kind, node=node)
     counted = of_stages(config)
     estimate = None if cluster is None else speed(config, counted, cluster)
     stages = tuple(
@@ -326,7 +329,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
     advice: tuple[str, ...] = ()
     if capacity is not None and stages[fullest].memory.peak > capacity:
         largest = LARGEST_TENSOR if cluster is None else cluster.gpus_per_node
-        advice = first_that_fits(given, capacity, largest, lambda stages: HostMemory.of(stages, cluster).fits)
+        advice = first_that_fits(given, capacity, largest, lambda stages: HostMemory.of(stages, node).fits)
     larger = None
     if capacity is not None and stages[fullest].memory.peak <= capacity:
         larger = _larger(given, capacity, kind, cluster, estimate)
@@ -344,7 +347,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         choice=choice,
         advice=advice,
         cluster=None if cluster is None else cluster.name,
-        on_host=HostMemory.of(counted, cluster),
+        on_host=HostMemory.of(counted, node),
         notes=tuple(_notes(config, counted[0], cluster)),
     )
 
@@ -354,9 +357,10 @@ def _larger(
 ) -> tuple[int, int] | None:
     """Plan.larger. now: the speed with the present size, None without a cluster: then a larger micro-batch is assumed to be faster
     if there is only one pipeline stage."""
-    for candidate in larger_micro_batches(given, capacity, kind):
+    node = None if cluster is None else Node.of(cluster)
+    for candidate in larger_micro_batches(given, capacity, kind, node):
         counted = of_stages(candidate)
-        if not HostMemory.of(counted, cluster).fits:
+        if not HostMemory.of(counted, node).fits:
             continue
         if cluster is None or now is None:
             faster = len(counted) == 1

@@ -12,6 +12,7 @@ from typing import Any
 from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind
 from baton.launcher.planner import automatic
+from baton.launcher.planner.host_memory import Node
 from baton.launcher.planner.memory import Arithmetic, of_stages
 from baton.parallel.config import divisors
 from baton.training.config import BpttConfig, TrainingConfig
@@ -33,8 +34,6 @@ def first_that_fits(
     largest_tensor: ranks of a tensor group to go up to. on_host: whether a run's stages fit the memory of the nodes' hosts. What is
     `auto` needs no advice: it is chosen as is needed.
     """
-    if config.training.offload_kv == "auto":
-        config = config.model_copy(update={"training": config.training.model_copy(update={"offload_kv": True})})
     if config.training.recompute == "auto":
         explicit = config.model_copy(update={"training": config.training.model_copy(update={"recompute": "none"})})
         words = first_that_fits(explicit, capacity, largest_tensor, on_host)
@@ -48,24 +47,35 @@ def first_that_fits(
             continue
         for saving in _savings(one, long) if ranks is not None else _with_recomputation(one, short):
             candidate = one.model_copy(update={"training": training.model_copy(update=saving)})
-            stages = of_stages(candidate) if candidate.is_legal() else ()
-            if stages and all(stage.memory().peak <= capacity for stage in stages) and on_host(stages):
+            if candidate.is_legal() and any(
+                all(stage.memory().peak <= capacity for stage in stages) and on_host(stages)
+                for stages in map(of_stages, _places(candidate))
+            ):
                 return (*_words(training, saving), *(f"layout.{name}={value}" for name, value in (ranks or {}).items()))
     return ()
 
 
-def larger_micro_batches(config: RunConfig, capacity: int, kind: Kind | None = None) -> Iterator[RunConfig]:
-    """The configuration with larger micro-batches that fit, the largest first, with what is `auto` chosen as it is for the present
-    size or faster: no advice costs more recomputation. kind: of device, as in automatic.resolve."""
+def _places(config: RunConfig) -> Iterator[RunConfig]:
+    """The configuration with what training.offload_kv may be chosen to be; where it is `auto`, first the one that saves most."""
     training = config.training
-    now = automatic.rank_by_speed(automatic.resolve(config, capacity, kind)[0])
+    for offload in (True, False) if training.offload_kv == "auto" else (training.offload_kv,):
+        yield config.model_copy(update={"training": training.model_copy(update={"offload_kv": offload})})
+
+
+def larger_micro_batches(
+    config: RunConfig, capacity: int, kind: Kind | None = None, node: Node | None = None
+) -> Iterator[RunConfig]:
+    """The configuration with larger micro-batches that fit, the largest first, with what is `auto` chosen as it is for the present
+    size or faster: no advice costs more recomputation. kind: of device; node: its host; as in automatic.resolve."""
+    training = config.training
+    now = automatic.rank_by_speed(automatic.resolve(config, capacity, kind, node=node)[0])
     for n in reversed(divisors(training.sequences_per_step // config.layout.data)):
         if n <= training.micro_batch_size:
             return
         candidate = config.model_copy(update={"training": training.model_copy(update={"micro_batch_size": n})})
         if not candidate.is_legal():
             continue
-        resolved, _ = automatic.resolve(candidate, capacity, kind)
+        resolved, _ = automatic.resolve(candidate, capacity, kind, node=node)
         peak = automatic.planned_peak(resolved)
         if peak is not None and peak <= capacity and automatic.rank_by_speed(resolved) <= now:
             yield resolved

@@ -1,5 +1,6 @@
 """training.recompute=auto and training.cuda_graphs=auto: the choice, compared with the plans of explicit settings."""
 
+import math
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -7,13 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from baton.launcher import run_directory, worker
 from baton.launcher.cluster import load_cluster
 from baton.launcher.config import load
 from baton.launcher.devices import gpu_memory
-from baton.launcher.errors import is_out_of_memory
+from baton.launcher.errors import ConfigError, is_out_of_memory
 from baton.launcher.planner import automatic
 from baton.launcher.planner.plan import make_plan
 from baton.launcher.run_directory import read_config
+from baton.parallel import control_groups
 from baton.training.monitoring.metrics import read_metrics
 
 CONFIGS = Path(str(files("baton.configs")))
@@ -228,3 +231,164 @@ def test_a_plan_says_what_offloading_takes():
     slower = cluster.model_copy(update={"bandwidth_gb_s": cluster.bandwidth_gb_s.model_copy(update={"to_host": 25.0})})
     assert make_plan(load(MILLION, words), slower).speed.fetch == pytest.approx(2 * plan.speed.fetch)
     assert plan.to_json()["offload_kv"] is True
+
+
+KEPT = [*HYBRID, "training.bptt.segment=131072", "layout.data=2"]
+"""Two ranks of 31.5 GiB of keys and values of earlier segments each, beside 8 GiB of copies of saves."""
+FORMS = [("none", False), ("none", True), ("full", False), ("full", True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_keys_are_offloaded_where_the_hosts_of_all_ranks_have_room(ranks, pipeline):
+    """At any size of both memories, the plan's choice is the fastest of those that fit both; it fits if one of them does."""
+    words = [*KEPT, f"layout.pipeline={pipeline}"]
+    nodes = load_cluster("h100").model_copy(update={"gpus_per_node": ranks, "slurm": None, "reserved_gib": 0.0})
+
+    def plan(gib, host_gib, *more):
+        cluster = nodes.model_copy(update={"memory_gib": gib, "host_memory_gib": host_gib})
+        return make_plan(load(MILLION, [*words, *more]), cluster)
+
+    explicit = {
+        form: plan(1, None, f"training.recompute={form[0]}", f"training.offload_kv={str(form[1]).lower()}") for form in FORMS
+    }
+    needs = {form: (found.memory.peak, found.on_host.of_node) for form, found in explicit.items()}
+    assert len({host for _, host in needs.values()}) == 2, "what is recomputed makes no difference to the host"
+    if ranks == 2 and pipeline == 1:
+        assert needs["none", True][1] == 2 * (63 << 29) + 2 * explicit["none", True].host
+    for gpu in sorted({peak - d for peak, _ in needs.values() for d in (0, 1)}):
+        for host in sorted({of_node - d for _, of_node in needs.values() for d in (0, 1)}):
+            found = plan(gpu / GIB, (math.ceil(host / 0.9) + 0.5) / GIB)
+            assert (found.capacity, found.on_host.usable) == (gpu, host)
+            fitting = [form for form in FORMS if needs[form][0] <= gpu and needs[form][1] <= host]
+            chosen = found.config.training.recompute, found.config.training.offload_kv
+            assert found.fits is bool(fitting)
+            if fitting:
+                assert chosen == fitting[0]
+                continue
+            # only the host is too small for what would fit the GPUs
+            on_gpu = [needs[form][1] for form in FORMS if needs[form][0] <= gpu]
+            none_on_host = host < min(of_node for _, of_node in needs.values())
+            assert (found.choice.refusal() is not None) is (none_on_host or bool(on_gpu))
+            assert needs[chosen][1] <= host or (none_on_host and not chosen[1])
+
+
+def test_a_plan_says_what_both_memories_lack(capsys, tmp_path):
+    from baton.launcher.cli import main
+
+    def verdict(memory_gib, host_gib, *more):
+        values = load_cluster("h100").model_dump() | {"name": "ours", "memory_gib": memory_gib, "host_memory_gib": host_gib}
+        (tmp_path / "ours.yaml").write_text(yaml.safe_dump(values))
+        status = main(["plan", str(MILLION), "--cluster", str(tmp_path / "ours.yaml"), *KEPT, *more])
+        *_, auto, last = capsys.readouterr().out.splitlines()
+        return status, auto, last
+
+    status, auto, last = verdict(79.6, 120)
+    assert (status, last.startswith("fits: ")) == (0, True)
+    assert "training.offload_kv=true" in auto
+    assert " per rank, 79.0 of 108.0 GiB of a node's host)" in auto
+    status, auto, last = verdict(79.6, 60)
+    assert status == 2
+    assert "training.offload_kv=false" in auto
+    assert last.startswith("does not fit: ")
+    assert "too much (with training.offload_kv=true, 79.00 GiB of 54.00 GiB of a node's host memory); fits with " in last
+    advice = last.partition("fits with ")[2].split()
+    assert verdict(79.6, 60, *advice)[0] == 0
+    assert "offload_kv" not in " ".join(advice)
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch):
+    """A function: this machine has GPUs of so many bytes that ranks may fill, and a host of so many that they may page-lock."""
+
+    def make(gpus, capacity, usable):
+        monkeypatch.setattr(run_directory, "kind_here", lambda wanted: "cuda")
+        monkeypatch.setattr(run_directory, "gpu_memory", lambda: (gpus, math.ceil((capacity + 3 * GIB) / 0.97) + 1))
+        monkeypatch.setattr(run_directory, "host_memory", lambda: math.ceil(usable / 0.9))
+
+    return make
+
+
+@pytest.mark.parametrize("usable", [79 * GIB, 79 * GIB - 1])
+def test_a_start_chooses_for_all_ranks_what_the_plan_does(gpu_machine, tmp_path, capsys, usable):
+    """One process writes it into the attempt's configuration, which every rank of every node reads."""
+    gpu_machine(2, 74 * GIB, usable)
+    config = load(MILLION, [*KEPT, f"directory={tmp_path / 'run'}"])
+    cluster = load_cluster("h100").model_copy(update={"host_memory_gib": (math.ceil(usable / 0.9) + 0.5) / GIB, "slurm": None})
+    planned = make_plan(config, cluster, memory_gib=74)
+    if not planned.fits:
+        with pytest.raises(ConfigError, match=r"has too little memory: 79\.00 GiB of 79\.00 GiB") as caught:
+            run_directory.open_attempt(config).__enter__()
+        assert "\n" not in str(caught.value)
+        assert caught.value.exit_status == 2
+        assert not (tmp_path / "run" / "config.yaml").exists(), "the same command with other settings is no other run's"
+        assert not [*(tmp_path / "run" / "attempts").glob("[0-9]*")]
+        return
+    with run_directory.open_attempt(config) as attempt:
+        chosen = read_config(attempt / "config.yaml")
+    assert not automatic.is_automatic(chosen)
+    assert chosen.training.offload_kv is True
+    names = ("recompute", "cuda_graphs", "offload_kv")
+    assert [getattr(chosen.training, name) for name in names] == [getattr(planned.config.training, name) for name in names]
+    assert str(planned.choice).split(" (")[0] in capsys.readouterr().err
+
+
+def test_the_ranks_of_a_node_share_its_host_and_nodes_do_not(gpu_machine, tmp_path):
+    """As a job of SLURM starts it: two ranks, of one node or of two."""
+    gpu_machine(2, 74 * GIB, 40 * GIB)
+    config = load(MILLION, [*KEPT, f"directory={tmp_path / 'run'}"])
+    run_directory.open_run(config)
+    attempt = run_directory.new_attempt(config, 1)
+    assert read_config(attempt / "config.yaml").training.offload_kv is True
+    with pytest.raises(ConfigError, match="too little memory"):
+        run_directory.new_attempt(config, 2)
+    assert [path.name for path in (tmp_path / "run" / "attempts").iterdir()] == ["0001"]
+
+
+def test_the_limit_of_a_job_is_what_its_host_has(gpu_machine, tmp_path, monkeypatch):
+    """SLURM's --mem sets it for a group of processes, here of version 2."""
+    gpu_machine(2, 74 * GIB, 1 << 50)
+    root, group = tmp_path / "root", "system.slice/slurmstepd.scope/job_3"
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(f"0::/{group}/step_batch/user/task_0\n")
+    (root / "proc/self/mountinfo").write_text("41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    (root / "sys/fs/cgroup" / group).mkdir(parents=True)
+    limit = root / "sys/fs/cgroup" / group / "memory.max"
+    monkeypatch.setattr(control_groups.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 40}.__getitem__)
+    monkeypatch.setattr(run_directory, "host_memory", lambda: control_groups.host_memory(root))
+    config = load(MILLION, [*KEPT, f"directory={tmp_path / 'run'}"])
+    for text in ("max", str(100 * GIB)):
+        limit.write_text(f"{text}\n")
+        assert run_directory.for_this_machine(config).training.offload_kv is True
+    limit.write_text(str(80 * GIB))
+    with pytest.raises(ConfigError, match=r"79\.00 GiB of 72\.00 GiB of a node's host memory"):
+        run_directory.for_this_machine(config)
+
+
+def test_what_a_gpu_lacks_is_no_refusal_for_the_host(gpu_machine, tmp_path, capsys):
+    """Nothing fits the GPU by the plan, which may be wrong: of what the host has room for, what needs least is tried."""
+    gpu_machine(2, 8 * GIB, 40 * GIB)
+    chosen = run_directory.for_this_machine(load(MILLION, [*KEPT, f"directory={tmp_path / 'run'}"])).training
+    assert (chosen.recompute, chosen.offload_kv) == ("full", False)
+    assert "too much; `baton plan` says what to change" in capsys.readouterr().err
+
+
+def test_copies_of_saves_alone_may_be_too_much(gpu_machine, tmp_path):
+    """Also of a model that offloads nothing."""
+    gpu_machine(1, 74 * GIB, 16 * GIB)
+    config = load(RUN, ["layout.data=1", f"directory={tmp_path / 'run'}"])
+    run_directory.for_this_machine(config)
+    gpu_machine(1, 74 * GIB, 16 * GIB - 1)
+    with pytest.raises(ConfigError, match="use data ranks on more nodes") as caught:
+        run_directory.for_this_machine(config)
+    assert "offload_kv" not in str(caught.value)
+    run_directory.for_this_machine(load(RUN, ["layout.data=1", *words_of("none", True), f"directory={tmp_path / 'run'}"]))
+
+
+def test_out_of_memory_advises_offloading_where_the_host_has_room(monkeypatch, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(load(MILLION, [*KEPT, "training.offload_kv=false"]).to_yaml())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for usable, advised in ((79 * GIB, True), (79 * GIB - 1, False)):
+        monkeypatch.setattr(control_groups, "host_memory", lambda usable=usable: math.ceil(usable / 0.9))
+        assert worker._remedy(path).startswith("set training.offload_kv=true, ") is advised
