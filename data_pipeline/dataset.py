@@ -36,6 +36,7 @@ from baton.data_pipeline.shards import (
     unit_starts,
 )
 from baton.data_pipeline.storage import Location, ShardStream, reason
+from baton.data_pipeline.written_by import PACKAGE, known_fields, other_format
 
 _REMEDY = "restore it from a copy, or prepare the dataset again"
 _KEPT_DOCUMENTS = 1 << 22  # index entries in memory, 72 bytes each
@@ -70,7 +71,7 @@ class Dataset:
         self.losses: dict[str, int] = manifest.get("losses", {})
         self.shards: dict[str, list[ShardSummary]] = {}
         for entry in manifest["shards"]:
-            summary = ShardSummary(**entry)
+            summary = ShardSummary(**known_fields(ShardSummary, entry))
             self.shards.setdefault(summary.split, []).append(summary)
         self.splits = tuple(self.shards)
         every = [shard for shards in self.shards.values() for shard in shards]
@@ -106,7 +107,8 @@ class Dataset:
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise DataError(f"{location.url(DATASET)} does not describe a dataset; correct the path")
         if manifest.get("version") != VERSION:
-            raise DataError(f"{path} has dataset format {manifest.get('version')}, this program reads {VERSION}; prepare it again")
+            said = other_format(location.url(DATASET), manifest.get("version"), VERSION, manifest.get(PACKAGE))
+            raise DataError(f"{said}, or prepare the dataset again")
         try:
             dataset = cls(location, manifest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

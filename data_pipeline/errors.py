@@ -20,6 +20,10 @@ class DataError(Exception):
     exit_status = 2
 
 
+class NewerFormatError(DataError):
+    """What a later version of Baton wrote, and this one would understand wrongly."""
+
+
 class StorageError(Exception):
     """A file that cannot be read or written at present. Nothing is known to be wrong with it, and a later start may succeed.
 

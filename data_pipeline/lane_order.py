@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.data_pipeline.config import check_weights
-from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.errors import DataError, NewerFormatError
 
 Int64 = npt.NDArray[np.int64]
 
@@ -63,9 +63,12 @@ class Cursor:
 
     @classmethod
     def from_json(cls, value: Any) -> "Cursor":
-        """The cursor that `to_json` wrote. Raises DataError for anything else."""
+        """The cursor that `to_json` wrote. Raises NewerFormatError for one with more keys, and DataError for anything else."""
+        names = {field.name for field in fields(cls)}
+        if isinstance(value, dict) and value.keys() > names:
+            raise NewerFormatError(f"a lane cursor has {min(value.keys() - names)}, which this version does not know")
         try:
-            if set(value) != {field.name for field in fields(cls)}:
+            if set(value) != names:
                 raise ValueError
             skipped = tuple(tuple(place) for place in value["skipped"])
             cursor = cls(**{**value, "taken": tuple(value["taken"]), "skipped": skipped})

@@ -42,6 +42,7 @@ from baton.data_pipeline.shards import (
 )
 from baton.data_pipeline.token_files import without_separators
 from baton.data_pipeline.tokenizer import Losses, load_tokenizer
+from baton.data_pipeline.written_by import PACKAGE, own_version
 
 
 @dataclass(frozen=True)
@@ -280,6 +281,7 @@ def _dataset(
     return {
         "format": FORMAT,
         "version": VERSION,
+        PACKAGE: own_version(),
         "content": "text" if vocabulary is None else "tokens",
         "tokenizer": vocabulary,
         "settings": plan["settings"],

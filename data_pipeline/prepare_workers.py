@@ -25,6 +25,7 @@ from baton.data_pipeline.input_pieces import read_piece
 from baton.data_pipeline.progress import Progress
 from baton.data_pipeline.shards import ShardSummary, ShardWriter, file_size, index_name, token_payload
 from baton.data_pipeline.tokenizer import Ids, Losses, load_tokenizer
+from baton.data_pipeline.written_by import known_fields
 
 _REPORT_BYTES = 1 << 20
 _DECODED = 64  # documents per task that are decoded again, to say what a lossy tokenizer loses
@@ -60,10 +61,15 @@ class TaskRecord:
     @classmethod
     def load(cls, path: Path) -> "TaskRecord":
         """Raises DataError when the file is damaged."""
-        value = read_json(path, "delete it and prepare again")
-        pieces = tuple((name, start, stop) for name, start, stop in value["pieces"]) if "pieces" in value else ()
-        shards, losses = tuple(ShardSummary(**shard) for shard in value["shards"]), Losses(**value.get("losses", {}))
-        return cls(pieces, shards, tuple(value["rejected"]), losses, kept=True)
+        remedy = "delete it and prepare again"
+        value = read_json(path, remedy)
+        try:
+            pieces = tuple((name, start, stop) for name, start, stop in value.get("pieces", ()))
+            shards = tuple(ShardSummary(**known_fields(ShardSummary, shard)) for shard in value["shards"])
+            losses = Losses(**known_fields(Losses, value.get("losses", {})))
+            return cls(pieces, shards, tuple(value["rejected"]), losses, kept=True)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{path} is damaged ({error!r} is missing or unknown); {remedy}") from error
 
 
 def piece_key(piece: InputPiece) -> tuple[str, int, int]:

@@ -20,6 +20,7 @@ from baton.data_pipeline.synthetic_stream import ExampleCursor, SyntheticStream,
 from baton.data_pipeline.task_config import TaskConfig
 from baton.data_pipeline.tokenizer import Losses, Tokenizer, load_tokenizer
 from baton.data_pipeline.workers import Start, Workers
+from baton.data_pipeline.written_by import known_fields
 
 _LOOKED_AT = 64  # documents of a dataset of text that are tokenized to say what a lossy tokenizer loses
 
@@ -129,7 +130,8 @@ class ShardSource:
         for dataset in self.datasets.values():
             if dataset.content == "tokens" and not dataset.losses:
                 continue  # ids from elsewhere, whose text is not known
-            losses = Losses(**dataset.losses) if dataset.content == "tokens" else _losses(dataset, self.tokenizer)
+            known = Losses(**known_fields(Losses, dataset.losses))
+            losses = known if dataset.content == "tokens" else _losses(dataset, self.tokenizer)
             lines.append(f"{dataset.location.text}: {losses.describe(self.tokenizer.lossy)}")
         return lines
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.data_pipeline.errors import DataError
+from baton.data_pipeline.errors import DataError, NewerFormatError
 from baton.data_pipeline.files import fingerprint
 from baton.data_pipeline.packing import IGNORE_INDEX, Batch, NumpyBatch
 from baton.data_pipeline.steps import StepPlan, StepStream
@@ -32,7 +32,9 @@ class ExampleCursor:
 
     @classmethod
     def from_json(cls, value: Any) -> "ExampleCursor":
-        """The cursor that `to_json` wrote. Raises DataError for anything else."""
+        """The cursor that `to_json` wrote. Raises NewerFormatError for one with more keys, and DataError for anything else."""
+        if isinstance(value, dict) and value.keys() > {"example"}:
+            raise NewerFormatError(f"a task's cursor has {min(value.keys() - {'example'})}, which this version does not know")
         if not isinstance(value, dict) or set(value) != {"example"} or type(value["example"]) is not int or value["example"] < 0:
             raise DataError(f"not a cursor of a synthetic task: {value!r}; the checkpoint is damaged or of a run on other data")
         return cls(value["example"])

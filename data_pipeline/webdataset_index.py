@@ -43,6 +43,7 @@ from baton.data_pipeline.shards import (
     tokens_of,
 )
 from baton.data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from baton.data_pipeline.written_by import PACKAGE, own_version
 
 MEMBERS = ("txt", "json", "npy")
 
@@ -149,6 +150,7 @@ def _write(
     dataset = {
         "format": FORMAT,
         "version": VERSION,
+        PACKAGE: own_version(),
         "content": "text" if tokenizer is None else "tokens",
         "member": member,
         "tokenizer": None if tokenizer is None else tokenizer.fingerprint,

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from baton.data_pipeline.config import DataConfig, ShardsConfig
 from baton.data_pipeline.task_config import TaskConfig
+from baton.data_pipeline.written_by import PACKAGE, own_version
 from baton.launcher.errors import ConfigError
 from baton.launcher.jobs_config import JobsConfig
 from baton.launcher.validation import first_problem
@@ -29,6 +30,15 @@ from baton.training.config import ComputeDtype, TrainingConfig
 from baton.training.config_checks import check_long_evaluation, with_vocabulary
 from baton.training.micro_batch_size import fit_micro_batch_size
 from baton.training.monitoring.config import ProfileConfig
+
+WRITTEN_BY = f"# resolved by {PACKAGE} "
+"""How the first line of a resolved configuration begins; the version follows."""
+
+
+def resolved_by(text: str) -> str | None:
+    """The version of Baton that wrote a resolved configuration; None: it does not say."""
+    first = text.partition("\n")[0]
+    return first.removeprefix(WRITTEN_BY).strip() if first.startswith(WRITTEN_BY) else None
 
 
 class RunConfig(BaseModel):
@@ -88,7 +98,8 @@ class RunConfig(BaseModel):
         return config
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        """Of all settings, below a line that says which version wrote it."""
+        return f"{WRITTEN_BY}{own_version()}\n{yaml.safe_dump(self.model_dump(mode='json'), sort_keys=False)}"
 
     def check(self) -> None:
         """Check that the run is possible, before any process is started. Raises LayoutError, RunError, DataError or ConfigError."""

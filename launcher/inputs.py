@@ -21,6 +21,7 @@ from baton.launcher.config import RunConfig
 from baton.launcher.errors import ConfigError
 from baton.models.config import ModelConfig, padding_to_rows
 from baton.models.weight_shapes import weight_shapes
+from baton.training.checkpoint.weights_format import check_format
 from baton.training.config_checks import with_vocabulary
 from baton.training.monitoring.wandb_writer import check_wandb
 
@@ -73,6 +74,7 @@ def _check_initial_weights(config: RunConfig, model: ModelConfig) -> None:
     try:
         retry_transient(lambda: Path(path).open("rb").close())  # safe_open calls every failure a missing file
         with safe_open(path, framework="numpy") as file:
+            check_format(Path(path), file.metadata())
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
     except (OSError, SafetensorError) as error:
         if is_transient(error):

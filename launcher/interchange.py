@@ -22,6 +22,7 @@ from baton.data_pipeline.files import write_atomically
 from baton.data_pipeline.sentencepiece_tokenizer import SentencePieceTokenizer
 from baton.data_pipeline.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, tokenizer_files
 from baton.data_pipeline.tokenizer_json import as_tokenizer_json, tokenizer_config
+from baton.data_pipeline.written_by import by_another, own_version
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.launcher.model_card import model_card
@@ -36,6 +37,9 @@ from baton.training.checkpoint.tools import newest_whole, whole_weights, write_w
 
 SHARD_BYTES = 5 << 30
 """Bytes of an exported file at most; larger models are written as several with an index."""
+
+EXPORTED_BY = "baton_version"
+"""Key of config.json in Baton's own format: the version that wrote it."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,14 @@ def read_model(folder: Path, vocabulary: Vocabulary | None = None) -> ReadModel:
         ours = to_ours(family.maps(model), theirs, [head] if model.tie_embeddings else [])
         ours = {name: x.float() for name, x in ours.items()}
     except InterchangeError as error:
-        raise ConfigError(f"{folder}: {error}") from None
+        raise ConfigError(f"{folder}: {error}{by_another(config.get(EXPORTED_BY))}") from None
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"{part}." for part in first["loc"])[:-1]
         said = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{folder}: config.json: {place}{': ' if place else ''}{said}") from None
+        raise ConfigError(
+            f"{folder}: config.json: {place}{': ' if place else ''}{said}{by_another(config.get(EXPORTED_BY))}"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{folder}: config.json: {error}") from None
     assert embedding is not None  # `to_ours` has read it
@@ -224,6 +230,8 @@ def export_model(
         raise ConfigError(f"{run}: {error}") from None
     if dtype is not None:
         theirs = {name: x if family.keeps_float32(model, name) else _rounded(name, x, dtype) for name, x in theirs.items()}
+    if family.code():  # another library's formats have their own keys
+        values[EXPORTED_BY] = own_version()
     values |= {"torch_dtype": str(dtype or torch.float32).removeprefix("torch."), "use_cache": True}
     if "attention" in family.kinds:
         values["max_position_embeddings"] = config.training.sequence_length

@@ -23,8 +23,9 @@ from pydantic import ValidationError
 from baton.data_pipeline.errors import StorageError, is_transient
 from baton.data_pipeline.file_io import read_text
 from baton.data_pipeline.lock import LockHeldError, exclusive
+from baton.data_pipeline.written_by import by_another
 from baton.launcher.changes import changes, refusal, with_changes_in_place
-from baton.launcher.config import RunConfig
+from baton.launcher.config import RunConfig, resolved_by
 from baton.launcher.devices import Kind, gpu_memory, kind_here
 from baton.launcher.errors import BusyError, ConfigError
 from baton.launcher.validation import first_problem
@@ -167,7 +168,7 @@ def _chosen(config: RunConfig, ranks: int | None) -> tuple[RunConfig, "Choice | 
     capacity = None if memory is None else automatic.capacity_of(memory, -(-here // gpus))
     failed = []
     for path in sorted(config.folder.glob(f"attempts/*/{OUT_OF_MEMORY}")):
-        with suppress(ConfigError, OSError, ValueError):  # it was removed, or another version wrote it
+        with suppress(ConfigError, OSError, ValueError, LookupError, TypeError):  # it was removed, or another version wrote it
             if json.loads(path.read_text(encoding="utf-8"))["memory"] == memory:  # not on another kind of GPU
                 failed.append(automatic.planned_peak(with_known_vocabulary(read_config(path.with_name("config.yaml")))))
     peaks = [peak for peak in failed if peak is not None]
@@ -303,14 +304,17 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def read_config(path: Path) -> RunConfig:
     """Reads a resolved configuration from a run directory."""
+    text = ""
     try:
-        return RunConfig.model_validate(yaml.safe_load(read_text(path)))
+        text = read_text(path)
+        return RunConfig.model_validate(yaml.safe_load(text))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; is this a run directory?") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); is {path.parent} a run directory?") from None
     except ValidationError as error:
-        raise ConfigError(f"{path}: not a resolved run configuration: {first_problem(error, RunConfig)}") from None
+        problem = f"not a resolved run configuration: {first_problem(error, RunConfig)}"
+        raise ConfigError(f"{path}: {problem}{by_another(resolved_by(text))}") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not a resolved run configuration ({' '.join(str(error).split())[:200]})") from None
 
@@ -354,7 +358,7 @@ def forks_of(run: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError):
         return []
     forks = found.get("forks", []) if isinstance(found, dict) else []
-    return forks if isinstance(forks, list) else []
+    return [fork for fork in forks if isinstance(fork, dict) and {"run", "step"} <= fork.keys()] if isinstance(forks, list) else []
 
 
 def write_whole(path: Path, text: str) -> None:

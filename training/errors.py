@@ -11,6 +11,10 @@ class CheckpointError(RunError):
     """A checkpoint that is damaged, missing, or of another run."""
 
 
+class OtherFormatError(CheckpointError):
+    """A checkpoint, or a file of weights, in a format that this version does not read: it is sound, and stays where it is."""
+
+
 class KernelCheckError(RunError):
     """A kernel's results differ from its reference implementation on this machine."""
 

@@ -194,8 +194,7 @@ def _resume(
     order = stream_order(settings.training)
 
     def adopt(manifest: Manifest) -> None:
-        cursors: Any = {int(lane): source.cursor(cursor) for lane, cursor in manifest.cursors.items()}
-        source.adopt(manifest.data, cursors, **order)
+        source.adopt(manifest.data, manifest.cursors_of(source.cursor), **order)
         fingerprints["stream"] = source.fingerprint(**order)
 
     return resume(train_state, lanes, store, fingerprints, source.cursor, adopt)

@@ -80,7 +80,7 @@ def test_missing_and_truncated_files_are_refused_at_once(copy, name):
     [
         ("{", "damaged"),
         ("[]", "does not describe a dataset"),
-        ('{"format": "baton-dataset", "version": 99}', "format 99, this program reads 1"),
+        ('{"format": "baton-dataset", "version": 99}', "format 99, which another version of Baton wrote"),
         ('{"format": "baton-dataset", "version": 1}', "damaged"),
     ],
 )

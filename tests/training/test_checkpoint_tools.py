@@ -1,5 +1,6 @@
 """The checkpoint commands, and exporting weights from a run and starting another run from them."""
 
+import hashlib
 import json
 import os
 import re
@@ -8,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.checkpoints import tensors
+from support.checkpoints import add_unknown_keys, make_newer, rewrite, tensors
 from support.models import MODEL, micro_batches, training
 
 from baton.data_pipeline import file_io
+from baton.data_pipeline.written_by import own_version
 from baton.launcher.cli import main
 from baton.training.build import build
 from baton.training.checkpoint.files import CheckpointFiles
@@ -20,9 +23,9 @@ from baton.training.checkpoint.manifest import Manifest, checksum
 from baton.training.checkpoint.resume import load_initial_weights
 from baton.training.checkpoint.shard_boxes import optimizer_boxes
 from baton.training.checkpoint.store import CheckpointStore
-from baton.training.checkpoint.tools import differences, load_weights, problems
+from baton.training.checkpoint.tools import differences, load_weights, names_in, newest_whole, problems
 from baton.training.config import InitialWeightsConfig
-from baton.training.errors import CheckpointError
+from baton.training.errors import CheckpointError, OtherFormatError
 from baton.training.step.executor import StepExecutor
 
 
@@ -228,3 +231,98 @@ def test_weights_of_another_model_are_refused(runs, tmp_path, capsys, single_mes
     status, _, err = ask(capsys, "export", runs / "one", tmp_path / "nowhere" / "w.safetensors")
     assert status == 2
     assert "cannot be written" in err
+
+
+def test_a_checkpoint_with_keys_of_a_later_version_is_read(runs, tmp_path, capsys):
+    run = shutil.copytree(runs / "one", tmp_path / "run")
+    before = Manifest.read(run / "checkpoints" / "step-00000003")
+    rewrite(run / "checkpoints" / "step-00000003", add_unknown_keys)
+    found = Manifest.read(run / "checkpoints" / "step-00000003")
+    assert (found.cursors, found.tensors.keys(), found.writer) == (before.cursors, before.tensors.keys(), "Baton 9.8.7")
+    status, out, _ = ask(capsys, "verify", run)
+    assert (status, out.count(": whole\n")) == (0, 3)
+    assert "step-00000003" in ask(capsys, "list", run)[1]
+    assert ask(capsys, "export", run, tmp_path / "w.safetensors")[0] == 0
+
+
+def test_a_checkpoint_in_a_later_format_is_not_called_damaged_and_stays(runs, tmp_path, capsys):
+    """One line says which version wrote it; nothing older is taken in its place, unless it is named."""
+    run = shutil.copytree(runs / "one", tmp_path / "run")
+    newest = run / "checkpoints" / "step-00000003"
+    rewrite(newest, make_newer)
+    of_formats = f"format 3, which Baton 9.8.7 wrote; this is Baton {own_version()}, which reads format 2"
+    sentence = f"{newest / 'manifest.json'}: {of_formats}; use the version that wrote it"
+    whole = "".join(f"{run}/checkpoints/step-0000000{n}: whole\n" for n in (1, 2))
+    assert ask(capsys, "verify", run)[:2] == (2, f"{whole}{sentence}\n")
+    status, out, _ = ask(capsys, "list", run)
+    assert (status, out.splitlines()[-1]) == (0, f"step-00000003    {sentence}")
+    for words in (["export", run, tmp_path / "w"], ["diff", newest, run / "checkpoints" / "step-00000002"]):
+        assert ask(capsys, *words) == (2, "", f"baton: {sentence}\n")
+    assert newest_whole(run, step=2).name == "step-00000002"
+    assert "step-00000003" not in ask(capsys, "prune", run, "--keep-last", "1")[1]
+    assert newest.is_dir()
+
+
+@pytest.mark.parametrize("form", [1, "2.1", None, [2], {}])
+def test_any_format_but_its_own_is_another_versions(runs, tmp_path, form):
+    checkpoint = shutil.copytree(runs / "one" / "checkpoints" / "step-00000003", tmp_path / "c")
+    rewrite(checkpoint, lambda body: body.update(format=form, versions=None))
+    with pytest.raises(OtherFormatError, match=re.escape(f"format {form}, which another version of Baton wrote; ")):
+        Manifest.read(checkpoint)
+
+
+@pytest.mark.parametrize("body", [[], "text", None, 3])
+def test_a_manifest_that_is_no_object_or_lacks_a_key_is_damaged(runs, tmp_path, body):
+    checkpoint = shutil.copytree(runs / "one" / "checkpoints" / "step-00000003", tmp_path / "c")
+    text = json.dumps(body, sort_keys=True)
+    (checkpoint / "manifest.json").write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": body}))
+    with pytest.raises(CheckpointError, match="not readable"):
+        Manifest.read(checkpoint)
+    shutil.copy(runs / "one" / "checkpoints" / "step-00000003" / "manifest.json", checkpoint)
+    rewrite(checkpoint, lambda body: body.pop("adam_steps"))
+    with pytest.raises(CheckpointError, match=r"incomplete \(.*'adam_steps'\)"):
+        Manifest.read(checkpoint)
+
+
+def search(mesh, folder):
+    try:
+        CheckpointStore(Path(folder), mesh, keep_last=3).load_newest(lambda manifest: None)
+    except OtherFormatError as error:
+        return error.exit_status, str(error)
+
+
+@pytest.mark.parametrize("newest_is_damaged", [False, True])
+def test_a_run_does_not_go_on_before_a_checkpoint_in_a_later_format(pool, runs, tmp_path, newest_is_damaged):
+    """On any rank; and nothing is set aside."""
+    folder = shutil.copytree(runs / "one" / "checkpoints", tmp_path / "c")
+    rewrite(folder / "step-00000003", make_newer)
+    if newest_is_damaged:
+        os.rename(folder / "step-00000003", folder / "step-00000002.new")
+        shutil.rmtree(folder / "step-00000002")
+        os.rename(folder / "step-00000002.new", folder / "step-00000002")
+        shutil.copytree(runs / "one" / "checkpoints" / "step-00000003", folder / "step-00000003")
+        os.truncate(folder / "step-00000003" / "rank-00000.safetensors", 10)
+    before = sorted(os.listdir(folder))
+    (status, said), other = pool.run(search, str(folder), data=2)
+    assert (status, said) == other
+    assert status == 2
+    assert "which Baton 9.8.7 wrote" in said
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_weights_say_which_version_wrote_them_and_those_in_a_later_format_are_refused(runs, tmp_path, capsys):
+    path = tmp_path / "w.safetensors"
+    assert ask(capsys, "export", runs / "one", path)[0] == 0
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    assert (about["format"], about["baton-lm"]) == ("baton-weights-1", own_version())
+    content = load_file(path)
+    save_file(content, path, metadata=about | {"format": "baton-weights-2", "baton-lm": "9.8.7"})
+    sentence = f"{path}: format baton-weights-2, which Baton 9.8.7 wrote; this is Baton {own_version()}, which reads"
+    with pytest.raises(OtherFormatError, match=re.escape(sentence)):
+        load_weights(path, {})
+    with pytest.raises(OtherFormatError, match=re.escape(sentence)):
+        names_in(path)
+    for metadata in (None, {"format": "pt"}, about | {"weather": "fine"}):
+        save_file(content, path, metadata=metadata)
+        assert names_in(path) == content.keys(), "others' files, and keys of a later version"

@@ -28,7 +28,7 @@ from baton.training.checkpoint.shard_boxes import parameter_boxes
 from baton.training.checkpoint.store import PREFIX, published
 from baton.training.config import TrainingConfig
 from baton.training.config_checks import with_vocabulary
-from baton.training.errors import CheckpointError
+from baton.training.errors import CheckpointError, OtherFormatError
 from baton.training.run import fingerprints_of, stream_order
 
 
@@ -68,6 +68,8 @@ def link_checkpoint(
         manifest, problem = None, None
         try:
             manifest = Manifest.read(path)
+        except OtherFormatError:
+            raise
         except CheckpointError as error:
             problem = str(error)
         if manifest is not None:
@@ -135,7 +137,7 @@ def describe_fork(
 
 def _require_same_data(manifest: Manifest, source: ShardSource | TaskSource, training: TrainingConfig) -> None:
     hint = "a fork with other data begins it anew (--restart-data)"
-    cursors: Any = {int(lane): source.cursor(cursor) for lane, cursor in manifest.cursors.items()}
+    cursors = manifest.cursors_of(source.cursor)
     try:
         source.adopt(manifest.data, cursors, **stream_order(training))
     except DataError as error:

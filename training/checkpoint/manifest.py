@@ -1,22 +1,28 @@
 """manifest.json: everything in a checkpoint that is not a tensor, and where each tensor's boxes are, with checksums.
 
 It is written last and contains a checksum of itself, so a folder whose manifest verifies is a complete checkpoint.
+
+In every format the file is {"sha256": checksum, "manifest": body}, and the body has `format` and `versions`; the rule for other
+keys is in data_pipeline.written_by. A format that this version does not read is no damage: nothing falls back to an earlier
+checkpoint.
 """
 
 import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from baton.data_pipeline.errors import is_transient, unreadable
+from baton.data_pipeline.errors import NewerFormatError, is_transient, unreadable
 from baton.data_pipeline.file_io import PAUSES_S, read_text, retry_transient
+from baton.data_pipeline.written_by import PACKAGE, known_fields, other_format, own_version, writer
 from baton.kernels.compile import launch_configs
-from baton.training.errors import CheckpointError
+from baton.training.errors import CheckpointError, OtherFormatError
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -70,11 +76,14 @@ class Manifest:
         """Read folder/manifest.json.
 
         Raises:
-            CheckpointError: it is missing, damaged or of another format, at two reads.
+            OtherFormatError: it is of a format that this version does not read.
+            CheckpointError: it is missing or damaged, at two reads.
             StorageError, OSError: it cannot be read, which says nothing about its content.
         """
         try:
             return cls._read(folder)
+        except OtherFormatError:
+            raise
         except CheckpointError:
             if not folder.is_dir():
                 raise
@@ -92,9 +101,33 @@ class Manifest:
             raise CheckpointError(f"{folder / NAME}: missing") from None
         except (ValueError, KeyError, TypeError):
             raise CheckpointError(f"{folder / NAME}: not readable") from None
+        if not isinstance(body, dict):
+            raise CheckpointError(f"{folder / NAME}: not readable")
         if body.get("format") != FORMAT:
-            raise CheckpointError(f"{folder / NAME}: format {body.get('format')}, this version reads {FORMAT}")
-        return cls(**body)
+            by = body.get("versions")
+            raise OtherFormatError(
+                other_format(folder / NAME, body.get("format"), FORMAT, by.get(PACKAGE) if isinstance(by, dict) else None)
+            )
+        try:
+            return cls(**known_fields(cls, body))
+        except TypeError as error:
+            raise CheckpointError(f"{folder / NAME}: incomplete ({str(error).partition(') ')[2] or error})") from None
+
+    @property
+    def writer(self) -> str:
+        """The version of Baton that wrote it, as a sentence names it."""
+        return writer(self.versions.get(PACKAGE))
+
+    def cursors_of(self, cursor: Callable[[Any], Any]) -> dict[int, Any]:
+        """The cursors of all lanes. cursor: makes one from JSON. Raises OtherFormatError for one with keys that this version does
+        not know, which may be another place than what is known of it, and DataError for one that is none."""
+        try:
+            return {int(lane): cursor(value) for lane, value in self.cursors.items()}
+        except NewerFormatError as error:
+            raise OtherFormatError(
+                f"the checkpoint of step {self.step}, which {self.writer} wrote: {error}; this is Baton {own_version()}, use the "
+                f"version that wrote it"
+            ) from None
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -145,4 +178,4 @@ def versions() -> dict[str, str]:
 @cache
 def _installed() -> dict[str, str]:
     """Of packages, whose metadata takes milliseconds to read."""
-    return {name: version(name) for name in ("baton-lm", "torch", "deepspeed", "megatron-core")}
+    return {name: version(name) for name in (PACKAGE, "torch", "deepspeed", "megatron-core")}

@@ -102,7 +102,7 @@ def resume(
     train_state.engine.masters_changed()
     drop_cast_weights(train_state.model)
     mesh = train_state.mesh
-    cursors = {int(j): cursor(c) for j, c in manifest.cursors.items() if int(j) % mesh.layout.data == mesh.data_rank}
+    cursors = {lane: at for lane, at in manifest.cursors_of(cursor).items() if lane % mesh.layout.data == mesh.data_rank}
     if mesh.is_main:
         print(f"resuming from {path.name} ({manifest.tokens:,} tokens)", flush=True)
         changed = [

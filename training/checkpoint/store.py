@@ -25,7 +25,7 @@ from baton.training.checkpoint.digest import combine_digests
 from baton.training.checkpoint.files import CheckpointFiles, ShardBoxes, StagedBox, Staging, file_name, write_file
 from baton.training.checkpoint.manifest import NAME, Manifest, check_file
 from baton.training.checkpoint.retention import Retention
-from baton.training.errors import CheckpointError
+from baton.training.errors import CheckpointError, OtherFormatError
 from baton.training.monitoring import heartbeat
 
 PREFIX = "step-"
@@ -130,6 +130,7 @@ class CheckpointStore:
                 well. Or a
                 checkpoint's permissions forbid reading.
             StorageError: a checkpoint cannot be read at present; it may be sound, so it is neither moved nor skipped.
+            OtherFormatError: another version of Baton wrote a checkpoint; it is neither moved nor skipped.
         """
         if cleanup:
             self._attempt(self._clean)
@@ -216,17 +217,20 @@ class CheckpointStore:
 
     def _verify(self, path: Path) -> tuple[Manifest | None, str | None]:
         """Check a checkpoint, with the files divided among the ranks; all ranks return the same. If a rank could not read and
-        the others found no damage, all raise its error."""
-        manifest, problem, unread = None, None, None
+        the others found no damage, all raise its error; so they do if one has read another format."""
+        manifest, problem, unread, other = None, None, None, None
         try:
             manifest = Manifest.read(path)
             for index, (name, expected) in enumerate(sorted(manifest.files.items())):
                 if index % self.mesh.world_size == self.mesh.rank:
                     problem = problem or check_file(path, name, expected)
+        except OtherFormatError as error:
+            other = error
         except CheckpointError as error:
             problem = str(error)
         except (StorageError, OSError) as error:
             unread = _read_error(path, error)
+        self._raise_together(other)
         problem = self._agree(problem)
         self._raise_together(unread if problem is None else None)
         return manifest, problem

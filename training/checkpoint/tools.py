@@ -16,16 +16,17 @@ from torch import Tensor
 
 from baton.data_pipeline.errors import StorageError, error_reason, is_transient, unreadable
 from baton.data_pipeline.file_io import retry_transient
+from baton.data_pipeline.written_by import PACKAGE, own_version
 from baton.training.checkpoint.digest import combine_digests
 from baton.training.checkpoint.files import CheckpointFiles
 from baton.training.checkpoint.manifest import Manifest, check_file
 from baton.training.checkpoint.retention import Retention
 from baton.training.checkpoint.shard_boxes import ShardBox
-from baton.training.checkpoint.store import prune, published
-from baton.training.errors import CheckpointError
+from baton.training.checkpoint.store import PREFIX, prune, published
+from baton.training.checkpoint.weights_format import FORMAT, check_format
+from baton.training.errors import CheckpointError, OtherFormatError
 
 MASTER = "master."
-FORMAT = "baton-weights-1"
 
 
 def checkpoints_of(place: Path) -> list[Path]:
@@ -47,7 +48,8 @@ def listing(place: Path) -> Iterator[str]:
             m = Manifest.read(path)
         except (CheckpointError, StorageError, OSError) as error:
             if path.exists():  # else another process has deleted it meanwhile
-                yield f"{path.name:16} {'damaged: ' if isinstance(error, CheckpointError) else ''}{_said(path, error)}"
+                damaged = isinstance(error, CheckpointError) and not isinstance(error, OtherFormatError)
+                yield f"{path.name:16} {'damaged: ' if damaged else ''}{_said(path, error)}"
             continue
         size = sum(entry["bytes"] for entry in m.files.values()) / 2**20
         validation = "" if m.validation is None else f"{m.validation:.4f}"
@@ -59,10 +61,13 @@ def listing(place: Path) -> Iterator[str]:
 def problems(path: Path) -> list[str]:
     """What is wrong with a checkpoint: every file and every tensor is compared with its checksum. [] if nothing is.
 
-    Raises StorageError or OSError if a file cannot be read, which says nothing about its content.
+    Raises StorageError or OSError if a file cannot be read, which says nothing about its content, and OtherFormatError for what
+    another version wrote.
     """
     try:
         manifest = Manifest.read(path)
+    except OtherFormatError:
+        raise
     except CheckpointError as error:
         return [str(error)]
     found = [problem for name, entry in sorted(manifest.files.items()) if (problem := check_file(path, name, entry))]
@@ -84,7 +89,7 @@ def verified(place: Path) -> Iterator[tuple[int, str]]:
     for path in checkpoints_of(place):
         try:
             found = problems(path)
-        except (StorageError, OSError) as error:
+        except (OtherFormatError, StorageError, OSError) as error:
             if path.exists():
                 yield (
                     (StorageError.exit_status if isinstance(error, StorageError) or is_transient(error) else 2),
@@ -151,8 +156,8 @@ def pruned(place: Path, retention: Retention, *, delete: bool) -> list[Path]:
 
 def newest_whole(place: Path, step: int | None = None, say: Callable[[str], None] = lambda _: None) -> Path:
     """A run's newest checkpoint without a problem, or that of a step. say: called with a line for each that is damaged. Raises
-    CheckpointError where there is none."""
-    found = [path for path in checkpoints_of(place) if step is None or Manifest.read(path).step == step]
+    CheckpointError where there is none, and OtherFormatError where another version wrote it."""
+    found = [path for path in checkpoints_of(place) if step is None or _step(path) == step]
     if not found:
         raise CheckpointError(f"{place}: no checkpoint of step {step}; `baton checkpoint list` shows what is there")
     for path in reversed(found):
@@ -160,6 +165,12 @@ def newest_whole(place: Path, step: int | None = None, say: Callable[[str], None
             return path
         say(f"{path} is damaged ({found_problems[0].removeprefix(f'{path}: ')})")
     raise CheckpointError(f"{place}: no checkpoint is whole; `baton checkpoint verify` says what is wrong")
+
+
+def _step(path: Path) -> int:
+    """Of a checkpoint, which a run names by it."""
+    number = path.name.removeprefix(PREFIX)
+    return int(number) if number != path.name and number.isdigit() else Manifest.read(path).step
 
 
 def whole_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -192,7 +203,7 @@ def write_weights(tensors: dict[str, torch.Tensor], out: Path, about: dict[str, 
     """
     aside = out.with_name(f".{out.name}.new")
     try:
-        save_file(tensors, aside, metadata={"format": FORMAT, **about})
+        save_file(tensors, aside, metadata={"format": FORMAT, PACKAGE: own_version(), **about})
         os.replace(aside, out)
     except (OSError, SafetensorError) as error:
         aside.unlink(missing_ok=True)
@@ -211,6 +222,7 @@ def _weights_file(path: Path) -> Iterator[Any]:
     try:
         retry_transient(lambda: path.open("rb").close())  # safe_open calls every failure a missing file
         with safe_open(path, framework="pt") as file:
+            check_format(path, file.metadata())
             yield file
     except (OSError, SafetensorError) as error:
         if is_transient(error):

@@ -249,7 +249,7 @@ def _row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and "step" in row else None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def truncate_metrics(path: Path, step: int) -> None:

@@ -75,8 +75,20 @@ def append_row_once(folder: Path, kind: str, **values: Any) -> None:
     append_line(folder / NAME, json.dumps(row))
 
 
+_NEEDED = {
+    "attempt": ("attempt", "layout"),
+    "start": ("attempt", "step"),
+    "spans": ("attempt", "since", "step", "seconds"),
+    "end": ("attempt", "status"),
+    "excluded": ("node",),
+    "readmitted": ("node",),
+}
+"""What readers need of rows, by kind."""
+
+
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows; lines that were cut short are left out."""
+    """All rows; lines that are none, as those that were cut short, are left out. Readers ignore kinds, and values, that they do not
+    know: a later version's."""
     path = folder / NAME
     rows = []
     for line in retry_transient(lambda: path.read_text(encoding="utf-8")).splitlines() if path.exists() else ():
@@ -84,7 +96,9 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and {"kind", "time"} <= row.keys():
+        if not isinstance(row, dict) or not isinstance(kind := row.get("kind"), str):
+            continue
+        if isinstance(row.get("time"), int | float) and row.keys() >= {*_NEEDED.get(kind, ())}:
             rows.append(row)
     return rows
 
