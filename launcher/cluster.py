@@ -6,8 +6,9 @@ A file with rates measured on your own cluster gives better plans.
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from baton.launcher.devices import Kind
 from baton.launcher.errors import ConfigError
@@ -17,9 +18,20 @@ from baton.launcher.yaml_file import parse_yaml, read_yaml
 
 GIB = 1 << 30
 
+MOST_GIB = GIB
+"""Of any memory, GiB: an exbibyte."""
+
 
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_truth(cls, value: Any) -> Any:
+        """YAML's true would be the number 1."""
+        if isinstance(value, bool):
+            raise ValueError("a number is wanted, not true or false")
+        return value
 
 
 class MatmulRates(_Settings):
@@ -64,16 +76,18 @@ class Cluster(_Settings):
 
     name: str = Field(min_length=1, description="of the cluster, for the plan's heading")
     gpus_per_node: int = Field(ge=1, description="GPUs that the fast network joins")
-    memory_gib: float = Field(gt=0, description="memory of one GPU, GiB (2^30 bytes)")
+    memory_gib: float = Field(gt=0, le=MOST_GIB, description="memory of one GPU, GiB (2^30 bytes)")
     reserved_gib: float | None = Field(
         None,
         ge=0,
+        le=MOST_GIB,
         description="memory of one GPU that no tensor gets, GiB: the CUDA context, NCCL's and cuBLAS's buffers, gaps between the "
         "allocator's blocks, and what an estimate may be wrong by; null: 3 GiB and 3 % of the memory",
     )
     host_memory_gib: float | None = Field(
         None,
         gt=0,
+        le=MOST_GIB,
         description="memory of a node's host, GiB, of which ranks page-lock nine tenths at most, for copies of saves and keys and "
         "values of earlier segments; null: unknown, and not compared",
     )
@@ -86,7 +100,7 @@ class Cluster(_Settings):
     def usable_gib(self) -> float:
         """Memory of one GPU that a rank can use, in GiB."""
         reserved = self.reserved_gib
-        return self.memory_gib - (reserved_bytes(int(self.memory_gib * GIB)) / GIB if reserved is None else reserved)
+        return max(0.0, self.memory_gib - (reserved_bytes(int(self.memory_gib * GIB)) / GIB if reserved is None else reserved))
 
     @property
     def ranks_per_node(self) -> int:

@@ -156,7 +156,7 @@ def planned_peak(config: RunConfig) -> int | None:
 
 def capacity_of(memory: int, ranks: int = 1) -> int:
     """Bytes that each of the `ranks` ranks of one device may fill. memory: the device's, in bytes."""
-    return (memory - reserved_bytes(memory) * ranks) // ranks
+    return max(0, memory - reserved_bytes(memory) * ranks) // ranks
 
 
 def _planned(config: RunConfig, node: Node | None) -> tuple[int | None, HostMemory | None]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from baton.launcher.cluster import Cluster
+from baton.launcher.cluster import MOST_GIB, Cluster
 from baton.launcher.config import RunConfig
 from baton.launcher.devices import Kind
 from baton.launcher.planner import automatic
@@ -305,7 +305,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
     """
     if memory_gib is None and cluster is not None:
         memory_gib = cluster.usable_gib
-    capacity = None if memory_gib is None else int(memory_gib * GIB)
+    capacity = None if memory_gib is None else int(min(memory_gib, MOST_GIB) * GIB)
     kind = None if cluster is None or config.device != "auto" else cluster.kind
     if kind == "cpu":  # what a rank has in memory, and where its copies lie, is another thing than beside a GPU
         config = config.model_copy(update={"device": "cpu"})

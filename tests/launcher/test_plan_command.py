@@ -624,3 +624,22 @@ def test_a_kind_that_does_not_say_what_it_takes_is_refused():
     model = config.model.model_copy(update={"mixers": {"mamba": Silent()}})
     with pytest.raises(ConfigError, match=r"model\.mixers\.mamba: kind silent does not say what it costs"):
         Arithmetic(config.model_copy(update={"model": model}))
+
+
+@pytest.mark.parametrize("key", ["memory_gib", "host_memory_gib", "reserved_gib"])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "lots", "", True, [1], 1e300])
+def test_a_memory_that_is_none_is_refused_in_one_line(plan, tmp_path, key, value):
+    path = tmp_path / "ours.yaml"
+    path.write_text(yaml.safe_dump(load_cluster("h100").model_dump() | {"name": "ours", key: value}))
+    status, out, err = plan(RUN, "--cluster", path)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"baton: {path}: {key}=")
+
+
+def test_memories_that_are_very_small_or_large(plan, tmp_path):
+    path = tmp_path / "ours.yaml"
+    for key in ("memory_gib", "host_memory_gib"):
+        path.write_text(yaml.safe_dump(load_cluster("h100").model_dump() | {"name": "ours", key: 1e-9}))
+        status, out, _ = plan(RUN, "--cluster", path)
+        assert (status, " of 0 bytes " in out.splitlines()[-1]) == (2, True)
+    assert plan(RUN, "--memory-gib", "1e300")[0] == 0
