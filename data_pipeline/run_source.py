@@ -154,6 +154,12 @@ class ShardSource:
                 f"the run reads {_named(state)}, these settings name {_named(self.datasets)}; use the run's own sources"
             )
         for name, recorded in state.items():
+            if not isinstance(recorded, list) or not recorded or not all(map(_is_growth, recorded)):
+                raise DataError(
+                    f"the checkpoint's shards of source {name!r} are not in a form that this version of Baton knows; use the "
+                    f"version that wrote it, or an earlier checkpoint"
+                )
+        for name, recorded in state.items():
             dataset, have = self.datasets[name], len(self.datasets[name].require("train"))
             for _, count, digest in recorded:
                 if have < count or dataset.prefix_fingerprint("train", count) != digest:
@@ -228,6 +234,11 @@ def open_datasets(config: ShardsConfig) -> dict[str, Dataset]:
             f"training; prepare them with the same validation fraction"
         )
     return datasets
+
+
+def _is_growth(value: Any) -> bool:
+    """Whether it is what `ShardSource.state` says of an epoch."""
+    return isinstance(value, list) and [type(part) for part in value] == [int, int, str]
 
 
 def _named(names: Iterable[str]) -> str:

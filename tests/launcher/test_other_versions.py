@@ -68,21 +68,27 @@ def test_a_run_goes_on_from_a_checkpoint_with_what_a_later_version_added(run, in
     assert losses(ended.rows) == losses(read_metrics(undisturbed / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize("what", ["format", "cursor"])
+@pytest.mark.parametrize("what", ["format", "cursor", "data"])
 def test_a_run_does_not_go_on_from_a_checkpoint_that_means_something_else(run, inputs, launch, tmp_path, what):
     def add_to_cursor(body):
         body["versions"]["baton-lm"] = "9.8.7"
         body["cursors"]["0"]["halfway"] = 1
 
+    def add_to_data(body):
+        body["data"] = {name: [[*epoch, "weather"] for epoch in epochs] for name, epochs in body["data"].items()}
+
     step = published(run)[-1]
     shutil.rmtree(newest(run))
-    rewrite(newest(run), make_newer if what == "format" else add_to_cursor)
+    rewrite(newest(run), {"format": make_newer, "cursor": add_to_cursor, "data": add_to_data}[what])
     ended = launch(run, str(inputs.run), *SAME_PLACES, where=tmp_path).end()
     assert ended.status == 2
     assert ended.err.count("\n") == 1
-    assert ("format 3" if what == "format" else "a lane cursor has halfway, which this version does not know") in ended.err
-    assert f"which Baton 9.8.7 wrote{':' if what == 'cursor' else ';'}" in ended.err
-    assert f"this is Baton {own_version()}" in ended.err
+    said = {
+        "format": ("format 3, which Baton 9.8.7 wrote; this is Baton ", own_version()),
+        "cursor": ("which Baton 9.8.7 wrote: a lane cursor has halfway, which this version does not know; this is Baton ",),
+        "data": ("the checkpoint's shards of source '' are not in a form that this version of Baton knows",),
+    }
+    assert all(words in ended.err for words in said[what]), ended.err
     assert "damaged" not in ended.err + ended.out
     assert published(run)[-1] < step
     assert not [path for path in (run / "checkpoints").iterdir() if path.name.endswith(".damaged")]

@@ -280,7 +280,10 @@ def test_a_manifest_that_is_no_object_or_lacks_a_key_is_damaged(runs, tmp_path, 
         Manifest.read(checkpoint)
     shutil.copy(runs / "one" / "checkpoints" / "step-00000003" / "manifest.json", checkpoint)
     rewrite(checkpoint, lambda body: body.pop("adam_steps"))
-    with pytest.raises(CheckpointError, match=r"incomplete \(.*'adam_steps'\)"):
+    with pytest.raises(CheckpointError, match=r"not what a checkpoint has \(adam_steps: Field required\)"):
+        Manifest.read(checkpoint)
+    rewrite(checkpoint, lambda body: body.update(adam_steps=1, cursors=[1]))
+    with pytest.raises(CheckpointError, match=r"not what a checkpoint has \(cursors: Input should be a valid dictionary\)"):
         Manifest.read(checkpoint)
 
 

@@ -16,7 +16,10 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
 
 from baton.data_pipeline.errors import NewerFormatError, is_transient, unreadable
 from baton.data_pipeline.file_io import PAUSES_S, read_text, retry_transient
@@ -109,9 +112,12 @@ class Manifest:
                 other_format(folder / NAME, body.get("format"), FORMAT, by.get(PACKAGE) if isinstance(by, dict) else None)
             )
         try:
-            return cls(**known_fields(cls, body))
-        except TypeError as error:
-            raise CheckpointError(f"{folder / NAME}: incomplete ({str(error).partition(') ')[2] or error})") from None
+            _BODY.validate_python(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise CheckpointError(f"{folder / NAME}: not what a checkpoint has ({where}: {first['msg']})") from None
+        return cls(**known_fields(cls, body))
 
     @property
     def writer(self) -> str:
@@ -128,6 +134,39 @@ class Manifest:
                 f"the checkpoint of step {self.step}, which {self.writer} wrote: {error}; this is Baton {own_version()}, use the "
                 f"version that wrote it"
             ) from None
+
+
+class _File(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class _Tensor(TypedDict):
+    dtype: str
+    shape: list[int]
+    checksum: str
+    parts: list[tuple[str, list[int], list[int]]]
+
+
+class _Body(TypedDict):
+    """What is read of a manifest, and which types it has; keys that are not here are a later version's."""
+
+    step: int
+    tokens: int
+    adam_steps: int
+    cursors: dict[str, Any]
+    fingerprints: dict[str, str]
+    layout: dict[str, int]
+    versions: dict[str, str]
+    data: NotRequired[dict[str, Any]]
+    recent: NotRequired[dict[str, list[float]]]
+    validation: NotRequired[float | None]
+    time: NotRequired[float]
+    files: NotRequired[dict[str, _File]]
+    tensors: NotRequired[dict[str, _Tensor]]
+
+
+_BODY = TypeAdapter(_Body)
 
 
 def _digest(body: dict[str, Any]) -> str:
