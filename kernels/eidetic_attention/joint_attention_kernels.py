@@ -9,6 +9,10 @@ add to the same memory. Memories hold copies of rows (`memory_copy_kernels`); th
 rounded.
 
 The backward pass recomputes the weights from the scores and the logarithm of their sum.
+
+Keys of B'MOJO's fading tokens are outputs of a state space model, which nothing bounds. A product and a sum are one instruction on
+a GPU, with one rounding: the largest score less itself is then not 0 but the rounding of their product with the scale, which for
+scores of 1e10 is hundreds, and its power infinite. With far rows and memories, exponents of weights are therefore held to 0.
 """
 
 import triton
@@ -17,6 +21,12 @@ import triton.language as tl
 from baton.kernels.common.triton_prefetch import LOG2_E
 from baton.kernels.eidetic_attention.memory_copy_kernels import add_copy_gradients, load_tile, store_tile
 from baton.kernels.gated_linear_attention.triton_common import dot
+
+
+@triton.jit
+def at_most_zero(x):
+    """min(x, 0); NaN where x is, which an input's would otherwise be lost in."""
+    return tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -30,7 +40,10 @@ def online_softmax_update(acc, row_max, row_sum, scores, mask, v_j, scale, DOT_D
     new = tl.maximum(row_max, tl.max(scores, 1))
     # row_max is -inf until a row is visible
     base = tl.where(new == float("-inf"), 0.0, new * scale)
-    weights, fewer = tl.exp2(scores * scale - base[:, None]), tl.exp2(row_max * scale - base)
+    exponents, fewer = scores * scale - base[:, None], row_max * scale - base
+    if mask is not None:
+        exponents, fewer = at_most_zero(exponents), at_most_zero(fewer)
+    weights, fewer = tl.exp2(exponents), tl.exp2(fewer)
     return acc * fewer[:, None] + dot(weights, v_j, DOT_DTYPE), new, row_sum * fewer + tl.sum(weights, 1)
 
 
@@ -149,10 +162,10 @@ def joint_attention_forward_kernel(
 def softmax_weights(scores, mask, lse_i, scale):
     """The weights, recomputed from scores. mask: None: those of all scores, which are -inf where there is none. lse_i: logarithm of
     the sum of weights; scale: of the scores, to base 2."""
-    weights = tl.exp2(scores * scale - lse_i)
+    exponents = scores * scale - lse_i
     if mask is not None:
-        weights = tl.where(mask, weights, 0.0)
-    return weights
+        return tl.where(mask, tl.exp2(at_most_zero(exponents)), 0.0)
+    return tl.exp2(exponents)
 
 
 @triton.jit

@@ -238,6 +238,49 @@ def test_a_state_that_is_not_wanted_changes_nothing(sizes, entered):
         assert torch.equal(found, expected)
 
 
+def attended(inputs, recurrence, poison=None):
+    """The output and the gradients of q, k and v in a document of several windows, which sees memories. poison: a token whose key
+    is NaN."""
+    options = Options(recurrence.window, recurrence.n_fading, recurrence.n_eidetic, recurrence.sliding, inputs[0].shape[-1] ** -0.5)
+    own = [x.to(DEVICE).requires_grad_() for x in inputs[:5]]
+    given = list(own)
+    if poison is not None:
+        given[1] = given[1].index_fill(1, torch.tensor(poison, device=DEVICE), torch.nan)
+    pos = torch.arange(inputs[0].shape[1], dtype=torch.int32, device=DEVICE).repeat(2, 1)
+    state = recurrence.initial((*own, inputs[5].to(DEVICE)))
+    y, _ = eidetic_attention_triton(
+        (*given, inputs[5].to(DEVICE)), options, pos=pos, state=state, fresh=True, config=SMALL, need_final_state=False
+    )
+    return y, torch.autograd.grad(y.sum(), own[:5], allow_unused=True)
+
+
+@pytest.mark.parametrize("recurrence", [EideticAttention(4, 2, 3), EideticAttention(4, 0, 3, sliding=True)], ids=str)
+@pytest.mark.parametrize("size", [1e3, 1e9, 1e12, 1e16])
+def test_scores_of_any_size_have_finite_weights(recurrence, size):
+    """Keys of fading tokens so large, and of others: then a token sees one row, the definition's where the largest is alone."""
+    inputs, _ = recurrence.example(seeded(0), 2, 33, torch.float32, wide=False)
+    inputs = (inputs[0], size * inputs[1], inputs[2], size * inputs[3], inputs[4], inputs[5].float())
+    y, gradients_found = attended(inputs, recurrence)
+    assert y.abs().max() <= max(inputs[2].abs().max(), inputs[4].abs().max()) * (1 + 1e-5)
+    assert all(x is None or bool(torch.isfinite(x).all()) for x in gradients_found)
+    pos = torch.arange(33).repeat(2, 1)
+    expected, _ = recurrence.reference(
+        tuple(x.double() for x in inputs), pos, recurrence.initial(tuple(x.double() for x in inputs))
+    )
+    same = (y.cpu().double() - expected).abs().amax(-1) <= 1e-4
+    assert same.float().mean() > 0.9
+
+
+def test_a_key_that_is_no_number_makes_those_that_see_it_none():
+    recurrence = EideticAttention(4, 2, 3)
+    inputs, _ = recurrence.example(seeded(0), 2, 33, torch.float32, wide=False)
+    inputs = (*inputs[:5], inputs[5].float())
+    y, _ = attended(inputs, recurrence, poison=20)
+    seen = y.isnan().flatten(2).all(2)
+    assert bool(seen[:, 20:24].all()), "those in its window"
+    assert not seen[:, :20].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sliding", [False, True])
