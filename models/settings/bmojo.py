@@ -1,5 +1,6 @@
 """Settings of B'MOJO."""
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
@@ -8,7 +9,7 @@ from baton.models.initializers import linear
 from baton.models.settings import MixerConfig
 from baton.models.settings.all_reduces import AllReduce
 from baton.models.settings.attention import HeadsConfig
-from baton.models.settings.cost_model import EIDETIC_BLOCK, MixerCosts, RecurrenceCosts, SavedTensor
+from baton.models.settings.cost_model import EIDETIC_BLOCK, MixerCosts, RecurrenceCosts, SavedTensor, saved_by_unit
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split
 from baton.models.settings.mamba import MambaConfig
 
@@ -59,6 +60,12 @@ class BMojoConfig(HeadsConfig):
         "l2",
         description="norm of the prediction error over channels. l2: root mean square; l1: mean absolute value; max: maximum "
         "absolute value. The paper gives none",
+    )
+    fading_norm: bool = Field(
+        False,
+        description="whether the state space model's outputs are divided by their root mean square before they are scored and "
+        "attended; not in the paper. Nothing else bounds them: they are a product of up to six projections, and where most "
+        "documents are shorter than the window few losses depend on them",
     )
     add_ssm_output: bool = Field(
         False,
@@ -161,6 +168,7 @@ class BMojoConfig(HeadsConfig):
             saved=(
                 # the mixer's input is counted with the state space model's
                 SavedTensor("fading tokens", d_model, "compute", split=False),
+                *(replace(x, split=False) for x in saved_by_unit("fading_norm", d_model, rows=1) if self.fading_norm),
                 SavedTensor("q", width, "compute"),
                 *(SavedTensor(f"{name} before the convolution", kv_width, "compute") for name in self._convs),
                 SavedTensor("k and v", 2 * kv_width, "compute"),

@@ -137,6 +137,8 @@ def test_the_memory_keeps_what_the_settings_call_the_largest_innovation(single_m
 def by_the_equations(layer, x):
     """The mixer's output for one document x [T, M], token by token. The state space is the layer's own."""
     config, dim, y = layer.config, layer.config.head_dim, layer.ssm(x[None], torch.arange(len(x))[None], None)[0][0]
+    if config.fading_norm:
+        y = y / (y.square().mean(-1, keepdim=True) + layer.context.norm_eps).sqrt()
     keys, values = layer.kv_proj.weight.chunk(2)
     q, k, v = ((x @ weight.T).unflatten(1, (-1, dim)) for weight in (layer.q_proj.weight, keys, values))
     fading_k, fading_v = ((y @ weight.T).unflatten(1, (-1, dim)) for weight in (keys, values))
@@ -166,7 +168,7 @@ def by_the_equations(layer, x):
     return torch.stack(outputs) @ layer.out_proj.weight.T + (y if config.add_ssm_output else 0)
 
 
-@pytest.mark.parametrize("changes", [{"d_conv": None}, {"add_ssm_output": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"d_conv": None}, {"add_ssm_output": True}, {"fading_norm": True}], ids=str)
 def test_outputs_and_gradients_are_the_equations(single_mesh, changes):
     layer = mixer(SMALL.model_copy(update=changes), torch.float64)
     x, dy = (torch.randn(19, SMALL_WIDTH, generator=seeded(seed), dtype=torch.float64) for seed in (5, 6))

@@ -235,6 +235,8 @@ def bmojo(p: Parameters, c: Settings, x: Tensor, pos: Tensor, state: State | Non
     ssm_state = None if state is None else {name[4:]: a for name, a in state.items() if name.startswith("ssm.")}
     ssm = {name[4:]: a for name, a in p.items() if name.startswith("ssm.")}
     fading, ssm_state = mamba(ssm, c["ssm"], x, pos, ssm_state, eps)
+    if c["fading_norm"]:
+        fading = rms_norm(fading, None, eps).to(x.dtype)
     final: State = {f"ssm.{name}": a for name, a in ssm_state.items()}
     score, final["y"] = _innovation(fading.detach(), c, pos, _of(state, "y"))
     q = heads(linear(x, p["q_proj.weight"]), c["head_dim"])
