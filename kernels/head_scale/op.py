@@ -1,7 +1,7 @@
 """Scaling of each head's vector: the public function, which selects an implementation.
 
-The product is computed in float32 and rounded once, to x's dtype. On a GPU one launch per direction does it, and no tensor in
-memory is wider than x.
+The product is computed in float32 and rounded once, to x's dtype. On a GPU one launch per direction does it, no tensor in memory
+is wider than x, and x may be columns of wider rows.
 """
 
 from torch import Tensor

@@ -39,9 +39,12 @@ def launch_sizes(width: int) -> Mapping[str, int]:
 class _HeadScale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        x, scale = x.contiguous(), scale.contiguous()
-        sizes, y = launch_sizes(x.shape[-1]), torch.empty_like(x)
-        _kernels.head_scale_forward_kernel[(-(-scale.numel() // sizes["BR"]),)](x, scale, y, scale.numel(), **sizes)
+        scale, sizes = scale.contiguous(), launch_sizes(x.shape[-1])
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rows = _tokens(x)
+        _kernels.head_scale_forward_kernel[(-(-scale.numel() // sizes["BR"]),)](
+            rows, scale, y, scale.numel(), rows.stride(0), H=x.shape[-2], **sizes
+        )
         ctx.save_for_backward(x, scale)
         return y
 
@@ -49,7 +52,17 @@ class _HeadScale(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, scale = ctx.saved_tensors
-        sizes, dx, dscale = launch_sizes(x.shape[-1]), torch.empty_like(x), torch.empty_like(scale)
-        programs = -(-scale.numel() // sizes["BR"])
-        _kernels.head_scale_backward_kernel[(programs,)](x, scale, dy.contiguous(), dx, dscale, scale.numel(), **sizes)
+        sizes, dscale = launch_sizes(x.shape[-1]), torch.empty_like(scale)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rows, dy_rows = _tokens(x), _tokens(dy)
+        _kernels.head_scale_backward_kernel[(-(-scale.numel() // sizes["BR"]),)](
+            rows, scale, dy_rows, dx, dscale, scale.numel(), rows.stride(0), dy_rows.stride(0), H=x.shape[-2], **sizes
+        )
         return dx, dscale
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[tokens, heads * d] whose columns are contiguous; a copy where there is no such view. Only x itself is kept for the backward
+    pass: as columns of a fused projection it takes no memory of its own."""
+    x = x.reshape(-1, x.shape[-2] * x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()

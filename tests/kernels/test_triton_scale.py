@@ -38,6 +38,19 @@ def test_it_is_the_product(shape, dtype):
     compare(head_scale_triton, shape, dtype, view=True)
 
 
+def test_columns_of_a_projection_are_neither_copied_nor_kept():
+    wide, scale = torch.randn(2, 5, 60, generator=seeded(0)).to(DEVICE), torch.randn(2, 5, 3, generator=seeded(1)).to(DEVICE)
+    dy = torch.randn(2, 5, 51, generator=seeded(2)).to(DEVICE)
+    found = []
+    for x in (wide[..., 4:55], wide[..., 4:55].contiguous()):
+        own, s = x.unflatten(-1, (3, 17)).detach().requires_grad_(), scale.clone().requires_grad_()
+        y = head_scale_triton(own, s)
+        assert y.grad_fn.saved_tensors[0].data_ptr() == x.data_ptr()
+        found.append([y, *torch.autograd.grad(y, (own, s), dy.unflatten(-1, (3, 17)))])
+    for columns, alone in zip(*found, strict=True):
+        assert torch.equal(columns, alone)
+
+
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_the_cpus_form_is_the_product(dtype):
     x = torch.randn(2, 5, 3, 4, generator=seeded(0)).to(dtype)

@@ -614,7 +614,7 @@ def _scale_kernels():
     from baton.kernels.head_scale import triton_kernels
     from baton.kernels.head_scale.triton_launch import launch_sizes
 
-    sizes = {**launch_sizes(64)}
+    sizes = {**launch_sizes(64), "H": 64}
     warps, types = sizes.pop("num_warps"), dict.fromkeys(("scale", "dscale"), "fp32")
     yield "head scale, forward", triton_kernels.head_scale_forward_kernel, sizes, warps, types
     yield "head scale, backward", triton_kernels.head_scale_backward_kernel, sizes, warps, types
