@@ -13,10 +13,10 @@ the run is done and again when the rest is measured; shoot_out_page.py makes doc
     python benchmarks/shoot_out.py --sizes
     python benchmarks/shoot_out_page.py
 
-Families may run at once on GPUs of their own (CUDA_VISIBLE_DEVICES) in one folder, once the text is prepared there. What was
-interrupted goes on when the same command is given again. --speed repeats the sweep of families that have a record, and measures
-their speed, and that of decoding, anew; --rates adds what a record's sweep lacks. --tiny: two layers of 256 channels and 12 steps,
-also on a CPU, to see that the program runs; the records go to FOLDER.
+Families may run at once on GPUs of their own (CUDA_VISIBLE_DEVICES) in one folder, once the text is prepared there. One that fails
+does not end the others. What was interrupted goes on when the same command is given again. --speed repeats the sweep of families
+that have a record, and measures their speed, and that of decoding, anew; --rates adds what a record's sweep lacks. --tiny: two
+layers of 256 channels and 12 steps, also on a CPU, to see that the program runs; the records go to FOLDER.
 """
 
 import argparse
@@ -163,6 +163,10 @@ def baton(*words: str, log: Path) -> int:
         return subprocess.run([*BATON, *words], stdout=file, stderr=subprocess.STDOUT, check=False).returncode
 
 
+class FamilyError(Exception):
+    """A family's runs failed; the others go on."""
+
+
 class ShootOut:
     """Runs in a folder, with the prepared text."""
 
@@ -207,7 +211,7 @@ class ShootOut:
         found = self.sweep(name, at_once=2)
         rows = self.train(name, name, self.size.steps, found["rate"])
         if not rows:
-            raise SystemExit(f"{name}: the run failed; see {self.log}")
+            raise FamilyError(f"{name}: the run failed; see {self.log}")
         found |= {"speed": speed_of(rows) | self.report.provenance}
         record = {"family": name, "parameters": parameters(model_of(name, self.tiny)), "model": model_of(name, self.tiny)}
         record |= found | {"curve": curve_of(rows)}
@@ -226,7 +230,7 @@ class ShootOut:
         }
         finite = {rate: loss for rate, loss in losses.items() if loss is not None}
         if not finite:
-            raise SystemExit(f"{name}: every run of the sweep failed; see {self.log}")
+            raise FamilyError(f"{name}: every run of the sweep failed; see {self.log}")
         rate = min(finite, key=lambda rate: finite[rate])
         chosen = {"rate": rate, "sweep": {f"{rate:g}": losses[rate] for rate in sorted(losses)}}
         return chosen | ({"speed": speed_of(runs[rate]) | self.report.provenance} if rate in runs else {})
@@ -259,7 +263,7 @@ class ShootOut:
             str(self.folder / f"{name}-needles.jsonl"),
         )
         if baton(*words, log=self.log):
-            raise SystemExit(f"{name}: no needles; see {self.log}")
+            raise FamilyError(f"{name}: no needles; see {self.log}")
         row = json.loads((self.folder / f"{name}-needles.jsonl").read_text().splitlines()[-1])
         return found | {"needles": row}
 
@@ -359,27 +363,38 @@ def main() -> None:
     shoot_out = ShootOut(arguments.folder, arguments.text, arguments.tiny, report)
     out = shoot_out.folder / "records" if arguments.tiny else RECORDS
     out.mkdir(exist_ok=True)
-    text = json.loads((arguments.text / "text.json").read_text())
+    failed = []
     for name in families:
-        file = out / f"{name}.json"
-        if arguments.speed or arguments.rates:
-            record = json.loads(file.read_text())
-            found = shoot_out.sweep(name, None if arguments.speed else record["sweep"])
-            if found["rate"] != record["rate"]:
-                raise SystemExit(
-                    f"{name}: {found['sweep']} asks for another rate than the record's {record['rate']}; train it again"
-                )
-            record |= found
-            if arguments.speed:
-                record |= shoot_out.decoded(f"{name}-{found['rate']:g}")
-            file.write_text(json.dumps(record, indent=1) + "\n")
-        else:
-            for found in shoot_out.family(name):
-                record = report.provenance | found | {"text": text}
-                file.write_text(json.dumps(record, indent=1) + "\n")
+        try:
+            record = measured(shoot_out, name, out / f"{name}.json", report, arguments)
+        except FamilyError as error:
+            failed.append(name)
+            report.say(str(error))
+            continue
         speed = record["speed"]
         report.say(f"{name}: loss {record['curve'][-1]['loss']:.4f}, recall {record['recall']:.3f}, sweep {record['sweep']}")
         report.say(f"{name}: {speed['tokens_per_s']:,.0f} tokens/s, parts of a step {speed['step_parts_s']}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def measured(shoot_out: ShootOut, name: str, file: Path, report: Report, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the arguments ask for of a family, which is also its record in file. Raises FamilyError."""
+    if not (arguments.speed or arguments.rates):
+        text = json.loads((arguments.text / "text.json").read_text())
+        for found in shoot_out.family(name):
+            record = report.provenance | found | {"text": text}
+            file.write_text(json.dumps(record, indent=1) + "\n")
+        return record
+    record = json.loads(file.read_text())
+    found = shoot_out.sweep(name, None if arguments.speed else record["sweep"])
+    if found["rate"] != record["rate"]:
+        raise FamilyError(f"{name}: {found['sweep']} asks for another rate than the record's {record['rate']}; train it again")
+    record |= found
+    if arguments.speed:
+        record |= shoot_out.decoded(f"{name}-{found['rate']:g}")
+    file.write_text(json.dumps(record, indent=1) + "\n")
+    return record
 
 
 if __name__ == "__main__":
