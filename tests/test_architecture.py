@@ -399,8 +399,8 @@ def misnamed(folder, names):
     kernels = {n for n in names if n in KERNEL_FILES or n.startswith("triton_chunk_") or n.endswith("_kernels")}
     allowed = OPERATOR_FILES | OTHER_FILES.get(folder, set()) | kernels | {n for n in names if n.endswith("_launch")}
     wrong = [f"{folder}/{name}.py" for name in sorted(names - allowed)]
-    # one is shared by two operators; the other's kernels are delta_rule's for one kind of gate, of a version of their own
-    kernels_alone = folder in ("diagonal_scan", "channel_delta_rule")
+    # two are shared by several operators; the other's kernels are delta_rule's for one kind of gate, of a version of their own
+    kernels_alone = folder in ("diagonal_scan", "matrix_step", "channel_delta_rule")
     wrong += [f"{folder} has no op.py"] if "op" not in names and not kernels_alone else []
     wrong += [f"{folder} has kernels and no triton_launch.py"] if kernels and "triton_launch" not in names else []
     if "recurrence" in names:

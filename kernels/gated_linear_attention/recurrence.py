@@ -13,6 +13,7 @@ from baton.kernels.gated_linear_attention.chunked import gla_final_state
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.reference import Gate, along_state, gla_reference
 from baton.kernels.gated_linear_attention.triton_launch import gla_final_state_triton, use_triton
+from baton.kernels.matrix_step.triton_launch import matrix_step_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 
 
@@ -51,6 +52,12 @@ class GatedLinearAttention(LinearRecurrence):
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         initial = None if state is None else state["S"]
         y, S = gated_linear_attention(*inputs, gate=self.gate, scale=self.scale, pos=pos, initial_state=initial)
+        return y, {"S": S}
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        if not use_triton(inputs[0], state_dtype(*inputs)):
+            return super().step(inputs, pos, state)
+        y, S = matrix_step_triton(*inputs, gate=self.gate, scale=self.scale, pos=pos, state=state["S"])
         return y, {"S": S}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:

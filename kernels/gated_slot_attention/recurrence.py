@@ -13,6 +13,7 @@ from baton.kernels.gated_linear_attention.triton_launch import use_triton
 from baton.kernels.gated_slot_attention.chunked import gsa_final_state
 from baton.kernels.gated_slot_attention.op import gated_slot_attention
 from baton.kernels.gated_slot_attention.reference import SlotActivation, activated, gsa_reference
+from baton.kernels.gated_slot_attention.step_launch import gsa_step_triton
 from baton.kernels.gated_slot_attention.triton_launch import gsa_final_state_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 
@@ -55,6 +56,11 @@ class GatedSlotAttention(LinearRecurrence):
         return gated_slot_attention(
             *inputs, **self._options, recompute_activations=self.recompute_activations, pos=pos, initial_state=state
         )
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        if not use_triton(inputs[0], state_dtype(*inputs)):
+            return super().step(inputs, pos, state)
+        return gsa_step_triton(*inputs, **self._options, pos=pos, state=state)
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return gsa_reference(*inputs, **self._options, pos=pos, initial_state=state)

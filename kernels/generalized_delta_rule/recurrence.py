@@ -14,7 +14,7 @@ from baton.kernels.generalized_delta_rule.chunk_launch import decays_allow_chunk
 from baton.kernels.generalized_delta_rule.chunked import generalized_delta_rule_transition
 from baton.kernels.generalized_delta_rule.op import generalized_delta_rule
 from baton.kernels.generalized_delta_rule.reference import generalized_delta_rule_reference
-from baton.kernels.generalized_delta_rule.triton_launch import use_triton
+from baton.kernels.generalized_delta_rule.triton_launch import generalized_delta_rule_step_triton, use_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, MatrixAffine, State, StateSpec, StateTransition
 
 
@@ -38,6 +38,12 @@ class GeneralizedDeltaRule(LinearRecurrence):
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         initial_state = None if state is None else state["S"]
         o, S = generalized_delta_rule(*inputs, scale=self.scale, pos=pos, initial_state=initial_state, lower_bound=self.lower_bound)
+        return o, {"S": S}
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        if not use_triton(inputs[1], state_dtype(*inputs)):
+            return super().step(inputs, pos, state)
+        o, S = generalized_delta_rule_step_triton(*inputs, scale=self.scale, pos=pos, state=state["S"])
         return o, {"S": S}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:

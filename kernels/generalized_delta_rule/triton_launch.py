@@ -39,6 +39,10 @@ class LaunchConfig:
     group_t: int = 2
 
 
+STEP = LaunchConfig(state_block=1024, state_block_few=1024)
+"""Of one token: small blocks, whatever the batch is, so that a sequence's bits do not depend on it."""
+
+
 def use_triton(k: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether tensors like k are computed by these kernels: on a GPU, in float32."""
     return on_gpu(k) and compute_dtype == torch.float32
@@ -57,6 +61,16 @@ def generalized_delta_rule_triton(
         o, final = _GeneralizedDeltaRule.apply(scale, pos, config, initial_state, *tensors)
         return o, final
     o, final, _ = _Launch(tensors, scale, pos, config).forward(initial_state, keep=False)
+    return o, final
+
+
+def generalized_delta_rule_step_triton(
+    r: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, *, scale: float, pos: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`op.generalized_delta_rule` of one token a sequence, without gradients. The new state is written over the given one if that
+    is contiguous."""
+    launch = _Launch((r, k, v, a, b, g), scale, launch_utils.int32_positions(pos), STEP)
+    o, final, _ = launch.forward(state.contiguous(), keep=False, overwrite=True)
     return o, final
 
 
@@ -92,16 +106,17 @@ class _Launch:
         """x, or r as a pointer that is not read."""
         return self.tensors[0] if x is None else x
 
-    def forward(self, initial: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """o, the final state and, if keep, the checkpoints."""
+    def forward(self, initial: Tensor, *, keep: bool, overwrite: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """o, the final state and, if keep, the checkpoints. overwrite: the final state is written over the initial one."""
         v, chunks, block_v = self.tensors[2], -(-self.length // self.config.checkpoint_interval), self.block_v()
         o = self.new(*v.shape, dtype=self.tensors[0].dtype)
         state = (self.batch, self.heads, self.d_key, self.d_value)
-        final = self.new(*state)
+        initial = initial if overwrite else launch_utils.contiguous_aligned(initial)
+        final = initial if overwrite else self.new(*state)
         # final: a pointer of the same dtype and alignment, so that it is the same compiled kernel
         checkpoints = self.new(*state[:2], chunks, *state[2:]) if keep else final
         _kernels.generalized_delta_rule_forward_kernel[(-(-self.d_value // block_v) * self.batch * self.heads,)](
-            *self.tensors, self.or_r(self.pos), launch_utils.contiguous_aligned(initial), o, final, checkpoints, self.length,
+            *self.tensors, self.or_r(self.pos), initial, o, final, checkpoints, self.length,
             self.scale, 0 if keep else -1, *launch_utils.strides(*self.tensors), **self.options(block_v),
         )  # fmt: skip
         return o, final, checkpoints if keep else None

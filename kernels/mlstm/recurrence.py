@@ -8,9 +8,10 @@ from torch import Tensor
 from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import randn
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
+from baton.kernels.gated_linear_attention.triton_launch import use_triton
 from baton.kernels.mlstm.op import mlstm
 from baton.kernels.mlstm.reference import mlstm_reference
-from baton.kernels.mlstm.torch_impl import attention_inputs
+from baton.kernels.mlstm.torch_impl import attention_inputs, mlstm_step
 from baton.kernels.protocol import Affine, Inputs, LinearRecurrence, State, StateSpec, StateTransition
 
 _STATES = GatedLinearAttention("scalar")
@@ -35,6 +36,12 @@ class MLSTM(LinearRecurrence):
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         h, C = mlstm(*inputs, scale=self.scale, pos=pos, initial_state=None if state is None else state["C"])
+        return h, {"C": C}
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        if not use_triton(inputs[0], state_dtype(*inputs)):
+            return super().step(inputs, pos, state)
+        h, C = mlstm_step(*inputs, scale=self.scale, pos=pos, state=state["C"])
         return h, {"C": C}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:

@@ -17,6 +17,7 @@ from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.head_scale import head_scale
+from baton.kernels.matrix_step.triton_launch import matrix_step_triton
 from baton.kernels.protocol import Inputs
 
 
@@ -27,9 +28,22 @@ def mlstm_torch(
     dtype = state_dtype(q, k, v, i, g)
     inputs = attention_inputs(q, k, v, i, g)
     read_BTHV, C_BHKV = gated_linear_attention(*inputs, gate="scalar", scale=scale, pos=pos, initial_state=initial_state)
-    read_BTHV = read_BTHV.to(dtype)
-    h_BTHV = read_BTHV[..., :-1] / read_BTHV[..., -1:].abs().clamp(min=1.0)
-    return h_BTHV.to(q.dtype), C_BHKV
+    return normalized(read_BTHV.to(dtype)).to(q.dtype), C_BHKV
+
+
+def mlstm_step(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, g: Tensor, *, scale: float, pos: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token a sequence on a GPU, in float32, without gradients. The new state is written over the given one if that is
+    contiguous."""
+    k, v = k * i.float().exp()[..., None], pad(v, (0, 1), value=1.0)
+    read_BTHV, C_BHKV = matrix_step_triton(q, k, v, g, gate="scalar", scale=scale, pos=pos, state=state, y_dtype=torch.float32)
+    return normalized(read_BTHV).to(q.dtype), C_BHKV
+
+
+def normalized(read_BTHV: Tensor) -> Tensor:
+    """C^T q divided by the normalizer of n^T q, its last column."""
+    return read_BTHV[..., :-1] / read_BTHV[..., -1:].abs().clamp(min=1.0)
 
 
 def attention_inputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, g: Tensor) -> Inputs:

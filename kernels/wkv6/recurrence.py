@@ -5,8 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import randn
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
+from baton.kernels.gated_linear_attention.triton_launch import use_triton
+from baton.kernels.matrix_step.triton_launch import matrix_step_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 from baton.kernels.wkv6.op import wkv6
 from baton.kernels.wkv6.reference import wkv6_reference
@@ -28,6 +31,13 @@ class WKV6(LinearRecurrence):
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         y, S = wkv6(*inputs, pos=pos, initial_state=None if state is None else state["S"])
+        return y, {"S": S}
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        if not use_triton(inputs[0], state_dtype(*inputs)):
+            return super().step(inputs, pos, state)
+        *of_token, u = inputs
+        y, S = matrix_step_triton(*of_token, gate="key", scale=1.0, pos=pos, state=state["S"], bonus=u)
         return y, {"S": S}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:

@@ -99,6 +99,7 @@ def kernels(arch):
     yield from (kernel for kernel in _matrix_kernels(arch) if not MAY_SPILL.search(kernel[0]))
     yield from _lattice_kernels()
     yield from _generalized_delta_kernels()
+    yield from _step_kernels()
     yield from (kernel for kernel in _eidetic_kernels(arch) if not MAY_SPILL.search(kernel[0]))
     yield from _norm_kernels()
     yield from _gate_kernels()
@@ -388,7 +389,7 @@ def _lattice_chunks(variant, config, common, types):
 def _generalized_delta_kernels():
     """With RWKV-7's heads, and with wider ones."""
     from baton.kernels.generalized_delta_rule import triton_kernels
-    from baton.kernels.generalized_delta_rule.triton_launch import LaunchConfig
+    from baton.kernels.generalized_delta_rule.triton_launch import STEP, LaunchConfig
 
     of_g = {
         "g": "fp32",
@@ -397,14 +398,41 @@ def _generalized_delta_kernels():
     }
     config = LaunchConfig()
     for width in (64, 128):
-        for name, numbers in (("", config.state_block), (", few heads", config.state_block_few)):
+        for name, numbers in (("", config.state_block), (", few heads", config.state_block_few), (", a step", STEP.state_block)):
             block = {"BLOCK_K": width, "BLOCK_V": numbers // width, "INTERVAL": config.checkpoint_interval, "HAS_POS": True}
             options, warps = {"K": width, "V": width, "H": 32, **block}, numbers // config.values_per_warp
             label = f"generalized delta rule of {width}{name}"
             yield f"{label} forward", triton_kernels.generalized_delta_rule_forward_kernel, options, warps, of_g
+            if "step" in name:
+                continue
             parts = {} if numbers >= width * width else dict.fromkeys(("dr", "dk", "da", "db"), "fp32")
             types, options = {**of_g, "dg": "fp32", **parts}, {**options, "GROUP": config.group_t}
             yield f"{label} backward", triton_kernels.generalized_delta_rule_backward_kernel, options, warps, types
+
+
+def _step_kernels():
+    """With heads as in GLA, Mamba-2, RetNet, xLSTM, GSA, DeltaNet, its gated forms and RWKV-6, and as large as there are."""
+    from baton.kernels.matrix_step import triton_kernels
+    from baton.kernels.matrix_step.triton_launch import launch_sizes
+
+    types = {**dict.fromkeys(("g", "beta", "bonus", "state"), "fp32"), "scale": "=fp32"}
+    plain = {"G": 1, "Q_SHARE": 1, "K_SHARE": 1, "GATE": triton_kernels.NONE.value, "DELTA": False, "BONUS": False, "HAS_POS": True}
+    scalar, key, value = ({"GATE": gate.value} for gate in (triton_kernels.SCALAR, triton_kernels.KEY, triton_kernels.VALUE))
+    forms = {
+        "step of gla": (4, 256, 512, key),
+        "step of mamba2": (24, 128, 64, {**scalar, "Q_SHARE": 24, "K_SHARE": 24}),
+        "step of mlstm": (8, 256, 513, scalar),
+        "step of gsa": (4, 512, 64, {**value, "G": 4}),
+        "step of linear attention": (4, 512, 512, {"G": 8}),
+        "step of delta_net": (16, 128, 128, {"DELTA": True}),
+        "step of gated_delta_net": (8, 256, 512, {**scalar, "DELTA": True, "Q_SHARE": 2, "K_SHARE": 2}),
+        "step of kda": (16, 128, 128, {**key, "DELTA": True}),
+        "step of rwkv6": (32, 64, 64, {**key, "BONUS": True}),
+        "step of 512": (4, 512, 512, {**key, "DELTA": True}),
+    }
+    for name, (heads, d_key, d_value, options) in forms.items():
+        sizes = {"K": d_key, "V": d_value, "H": heads, **plain, **options, **launch_sizes(d_key, d_value)}
+        yield name, triton_kernels.matrix_step_kernel, sizes, sizes.pop("num_warps"), types
 
 
 def _eidetic_kernels(arch):

@@ -55,7 +55,7 @@ RULES = (
         "scan",
         kernels=(
             "channel", "chunk_h", "diagonal_scan", "generalized_delta_rule", "gla", "gsa", "innovation", "joint_attention",
-            "lattice", "memory_copy", "pair", "topk_memory", "wy",
+            "lattice", "matrix_step", "memory_copy", "pair", "topk_memory", "wy",
         ),
         functions=(
             "_AsScanInputs", "_DeltaRule", "_DiagonalScan", "_Gathered", "_GeneralizedDeltaRule", "_GeneralizedDeltaRuleChunks",
