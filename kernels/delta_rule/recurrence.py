@@ -15,7 +15,6 @@ from baton.kernels.delta_rule.chunked import delta_rule_transition
 from baton.kernels.delta_rule.op import delta_rule
 from baton.kernels.delta_rule.reference import delta_rule_reference
 from baton.kernels.delta_rule.triton_launch import delta_rule_transition_triton
-from baton.kernels.gated_linear_attention.reference import Gate
 from baton.kernels.gated_linear_attention.triton_launch import use_triton
 from baton.kernels.matrix_step.triton_launch import matrix_step_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, MatrixAffine, State, StateSpec, StateTransition
@@ -61,7 +60,7 @@ class DeltaRule(LinearRecurrence):
             return super().step(inputs, pos, state)
         q, k, v, beta, *gates = inputs
         g, scale = gates[0] if gates else None, k.shape[3] ** -0.5 if self.scale is None else self.scale
-        gate: Gate = "none" if g is None else "key" if g.ndim == 4 else "scalar"
+        gate = "none" if g is None else "key" if g.ndim == 4 else "scalar"
         y, S = matrix_step_triton(q, k, v, g, gate=gate, scale=scale, pos=pos, state=state["S"], beta=beta)
         return y, {"S": S}
 

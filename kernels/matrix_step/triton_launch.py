@@ -7,11 +7,10 @@ from torch import Tensor
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
-from baton.kernels.gated_linear_attention.reference import Gate
 
 _kernels = LazyModule("baton.kernels.matrix_step.triton_kernels")
 
-_GATES: dict[Gate, int] = {"none": 0, "scalar": 1, "key": 2, "value": 3}
+_GATES = {"none": 0, "scalar": 1, "key": 2, "value": 3}
 """As the kernel has them."""
 COLUMNS = 16
 """Of a head's State in a program: a row of them is 64 bytes, and with them one sequence of a 1.3B model makes 128 programs. They do
@@ -26,7 +25,7 @@ def launch_sizes(d_key: int, d_value: int) -> dict[str, int]:
 
 
 def matrix_step_triton(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, gate: Gate, scale: float, pos: Tensor | None, state: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, gate: str, scale: float, pos: Tensor | None, state: Tensor,
     beta: Tensor | None = None, bonus: Tensor | None = None, y_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One token a sequence, without gradients; nothing is checked. All is computed in float32, and y rounded once.
@@ -39,7 +38,8 @@ def matrix_step_triton(
         q: [batch, 1, query_heads, d_key]. query_heads is a multiple of heads, or divides it.
         k: [batch, 1, key_heads, d_key]. heads is a multiple of key_heads.
         v: [batch, 1, heads, d_value].
-        g: log-decays, [batch, 1, heads], of gate "key" and "value" with d_key and d_value behind.
+        g: log-decays, [batch, 1, heads], of gate "key" and "value" with d_key and d_value behind; None with gate "none".
+        gate: what a log-decay belongs to, as in `gated_linear_attention`.
         state: float32 [batch, heads, d_key, d_value]. The new one is written over it if it is contiguous.
         beta: of the delta rule, [batch, 1, heads].
         bonus: of RWKV-6, [heads, d_key]; there is a query for each head then.

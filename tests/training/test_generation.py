@@ -9,6 +9,8 @@ from support.memory import MostBytes
 from support.models import model_of
 from support.recurrences import seeded
 
+from baton.kernels.gated_linear_attention import triton_launch as gated_linear_attention
+from baton.kernels.generalized_delta_rule import triton_launch as generalized_delta_rule
 from baton.models.config import ModelConfig
 from baton.models.library import language_model
 from baton.models.settings import kinds
@@ -78,6 +80,25 @@ def test_tokens_that_write_over_their_states_are_those_of_the_whole_sequence(kin
             context = replace(model.forward_context, overwrite_states=True)
             found, states = model.through_stages(tokens[:, t : t + 1], pos[:, t : t + 1], states, context)
             assert relative_error(found[:, 0], expected[:, t]) <= 1e-5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU kernels are compiled, and the model is on a CPU")
+@pytest.mark.parametrize("kind", ["mamba2", "gsa", "kda", "rwkv7"])
+def test_kernels_of_one_token_go_on_with_the_states_of_a_prompt(kind, monkeypatch):
+    """And leave each where it is."""
+    model = language_model(model_of(kind), seed=2)
+    tokens, pos = torch.tensor(prompts_of((7, 7))), torch.arange(7, dtype=torch.int32).expand(2, -1)
+    context = replace(model.forward_context, overwrite_states=True)
+    with torch.no_grad():
+        expected, _ = model(tokens, pos)
+        _, states = model(tokens[:, :5], pos[:, :5])
+        for module in (gated_linear_attention, generalized_delta_rule):
+            monkeypatch.setattr(module, "on_gpu", lambda x: True)
+        for t in (5, 6):
+            found, after = model.through_stages(tokens[:, t : t + 1], pos[:, t : t + 1], states, context)
+            assert relative_error(found[:, 0], expected[:, t]) <= 1e-5
+            for layer, state in after.items():
+                assert all(leaf.data_ptr() == states[layer][name].data_ptr() for name, leaf in state.items())
 
 
 def test_a_row_ends_where_it_is_told_to():
