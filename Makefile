@@ -29,7 +29,7 @@ test-versions:  ## the core of the tests on the oldest and the newest versions o
 	@scripts/setup.sh test
 	.venv/bin/python -P scripts/versions.py
 
-chaos:  ## a hundred runs killed, damaged and starved at random moments; each ends as if nothing had been (an hour on two cores)
+chaos:  ## a hundred runs killed, damaged and starved at random moments; each ends as if nothing had been (ten minutes on two cores)
 	@scripts/setup.sh test
 	$(PYTEST) -q -m "long or not long" --timeout 600 tests/launcher/test_chaos.py
 
