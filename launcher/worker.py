@@ -95,11 +95,14 @@ def _remedy(path: Path) -> str:
     from baton.parallel.control_groups import host_memory
 
     config = read_config(path)
-    training, offload = config.training, ""
+    training, room = config.training, False
     if config.keeps_kv and training.offload_kv is not True:
         offloading = config.model_copy(update={"training": training.model_copy(update={"offload_kv": True})})
-        node = Node(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), host_memory())
-        offload = "training.offload_kv=true, " if host_has_room(with_known_vocabulary(offloading), node) else ""
+        room = True
+        with contextlib.suppress(Exception):  # the tokenizer, say, cannot be read any more: the message about memory matters more
+            node = Node(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), host_memory())
+            room = host_has_room(with_known_vocabulary(offloading), node)
+    offload = "training.offload_kv=true, " if room else ""
     again = "" if training.recompute == "full" else "training.recompute=full, "
     smaller = f"training.micro_batch_size={training.micro_batch_size // 2}, " if training.micro_batch_size > 1 else ""
     return f"set {offload}{again}{smaller}training.bptt, or see what `baton plan` suggests"

@@ -392,3 +392,10 @@ def test_out_of_memory_advises_offloading_where_the_host_has_room(monkeypatch, t
     for usable, advised in ((79 * GIB, True), (79 * GIB - 1, False)):
         monkeypatch.setattr(control_groups, "host_memory", lambda usable=usable: math.ceil(usable / 0.9))
         assert worker._remedy(path).startswith("set training.offload_kv=true, ") is advised
+
+
+def test_out_of_memory_is_said_though_the_tokenizer_cannot_be_read_any_more(tmp_path):
+    path, tokenizer = tmp_path / "config.yaml", tmp_path / "tokenizer.model"
+    tokenizer.write_bytes(b"damaged")
+    path.write_text(load(MILLION, [*KEPT, "training.offload_kv=false", f"data.tokenizer={tokenizer}"]).to_yaml())
+    assert worker._remedy(path).startswith("set training.offload_kv=true, ")
