@@ -130,8 +130,10 @@ class ShardSource:
         for dataset in self.datasets.values():
             if dataset.content == "tokens" and not dataset.losses:
                 continue  # ids from elsewhere, whose text is not known
-            known = Losses(**known_fields(Losses, dataset.losses))
-            losses = known if dataset.content == "tokens" else _losses(dataset, self.tokenizer)
+            if dataset.content == "tokens":
+                losses = Losses(**known_fields(Losses, dataset.losses))
+            else:
+                losses = _losses(dataset, self.tokenizer)
             lines.append(f"{dataset.location.text}: {losses.describe(self.tokenizer.lossy)}")
         return lines
 

@@ -92,10 +92,9 @@ class SplitRMSNorm(nn.Module):
 
     def of_gated(self, x: Tensor, z: Tensor, *, skip: tuple[Tensor, Tensor]) -> Tensor:
         """norm((x + D u) silu(z)), in z's dtype. skip: u, as x, and D [heads], of which each is for as many channels as others."""
-        if self._whole:
-            u, factors = skip
-            return gated_norm(self._by_row(x), z, self._row_weight, self.eps, gate_first=True, skip=(self._by_row(u), factors))
         u, factors = skip
+        if self._whole:
+            return gated_norm(self._by_row(x), z, self._row_weight, self.eps, gate_first=True, skip=(self._by_row(u), factors))
         heads = len(factors), -1
         x = (x.unflatten(-1, heads) + factors[:, None] * u.unflatten(-1, heads)).flatten(-2)
         return self(gated(x, z), z.dtype)

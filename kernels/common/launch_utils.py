@@ -19,6 +19,11 @@ def contiguous_last_dim(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def as_rows(x: Tensor, width: int) -> Tensor:
+    """[rows, width] whose columns are contiguous: x itself where it has such a view, as columns of wider rows have; else a copy."""
+    return contiguous_last_dim(x.reshape(-1, width))
+
+
 def strides(*tensors: Tensor | None) -> tuple[int, ...]:
     """Batch, token and head strides of tensors [B, T, H, ...], concatenated; (0, 0, 0) for None."""
     found: tuple[int, ...] = ()

@@ -39,7 +39,7 @@ def activate_columns(*xs: Tensor, logs: float | None = None) -> tuple[Tensor, ..
     """
     made = list[Tensor]()
     for x, widths in merge_adjacent(xs):
-        rows = _rows(x)
+        rows = launch_utils.as_rows(x, x.shape[-1])
         y = torch.empty(rows.shape, dtype=x.dtype if logs is None else torch.float32, device=x.device)
         grid, sizes = _launch(rows)
         _kernels.gate_activation_kernel[grid](rows, y, len(rows), logs or 1.0, rows.stride(0), LOGS=logs is not None, **sizes)
@@ -59,7 +59,7 @@ class _Gate(torch.autograd.Function):
         ctx.save_for_backward(x, z)
         ctx.kind = kind
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
-        x, z = _rows(x), _rows(z)
+        x, z = launch_utils.as_rows(x, x.shape[-1]), launch_utils.as_rows(z, z.shape[-1])
         grid, sizes = _launch(x)
         _kernels.gate_forward_kernel[grid](x, z, y, len(x), x.stride(0), z.stride(0), KIND=kind, **sizes)
         return y
@@ -68,19 +68,13 @@ class _Gate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, z = ctx.saved_tensors
-        shape, (x, z, dy) = x.shape, (_rows(of) for of in (x, z, dy))
+        shape, (x, z, dy) = x.shape, (launch_utils.as_rows(of, of.shape[-1]) for of in (x, z, dy))
         dx, dz = _gradients(x, z)
         grid, sizes = _launch(x)
         _kernels.gate_backward_kernel[grid](
             x, z, dy, dx, dz, len(x), *(of.stride(0) for of in (x, z, dy, dx, dz)), KIND=ctx.kind, **sizes
         )
         return dx.view(shape), dz.view(shape), None, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[rows, d] whose columns are contiguous; a copy where there is no such view."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _gradients(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:

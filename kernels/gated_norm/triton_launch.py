@@ -68,7 +68,7 @@ class _GatedNorm(torch.autograd.Function):
         ctx.options = {**options, "PER_ROW": weight.dim() == 2, "CHANNEL": ctx.channel}
         ctx.most_blocks = most_blocks
         y = torch.empty(z.shape, dtype=dtype, device=x.device)
-        x_rows, z_rows, u_rows = (_rows(of, heads * width) for of in (x, z, x if u is None else u))
+        x_rows, z_rows, u_rows = (launch_utils.as_rows(of, heads * width) for of in (x, z, x if u is None else u))
         tokens, sizes = len(x_rows), launch_sizes(width)
         scale = torch.empty(tokens, heads, dtype=torch.float32, device=x.device)
         mean = torch.empty_like(scale) if options["CENTER"] else scale
@@ -84,7 +84,7 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, z, weight, u, factors, scale, mean = ctx.saved_tensors
         heads, width = x.shape[-2:]
-        x_rows, z_rows, u_rows, dy_rows = (_rows(of, heads * width) for of in (x, z, x if u is None else u, dy))
+        x_rows, z_rows, u_rows, dy_rows = (launch_utils.as_rows(of, heads * width) for of in (x, z, x if u is None else u, dy))
         tokens, sizes = len(x_rows), backward_launch_sizes(width)
         blocks = blocks_of_program(tokens, heads, sizes["BR"], ctx.most_blocks)
         programs = -(-tokens // (sizes["BR"] * blocks))
@@ -106,9 +106,3 @@ def _aligned(weight: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     """For the kernels, which were compiled for aligned ones; the weight stands for factors that there are not."""
     weight = launch_utils.contiguous_aligned(weight)
     return weight, weight if factors is None else launch_utils.contiguous_aligned(factors)
-
-
-def _rows(x: Tensor, width: int) -> Tensor:
-    """[tokens, width] whose columns are contiguous; a copy where there is no such view."""
-    x = x.reshape(-1, width)
-    return x if x.stride(1) == 1 else x.contiguous()

@@ -41,10 +41,11 @@ class _HeadScale(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
         scale, sizes = scale.contiguous(), launch_sizes(x.shape[-1])
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rows = _tokens(x)
+        rows = launch_utils.as_rows(x, x.shape[-2] * x.shape[-1])
         _kernels.head_scale_forward_kernel[(-(-scale.numel() // sizes["BR"]),)](
             rows, scale, y, scale.numel(), rows.stride(0), H=x.shape[-2], **sizes
         )
+        # x and not its rows: as columns of a fused projection it takes no memory of its own
         ctx.save_for_backward(x, scale)
         return y
 
@@ -54,15 +55,8 @@ class _HeadScale(torch.autograd.Function):
         x, scale = ctx.saved_tensors
         sizes, dscale = launch_sizes(x.shape[-1]), torch.empty_like(scale)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rows, dy_rows = _tokens(x), _tokens(dy)
+        rows, dy_rows = (launch_utils.as_rows(of, x.shape[-2] * x.shape[-1]) for of in (x, dy))
         _kernels.head_scale_backward_kernel[(-(-scale.numel() // sizes["BR"]),)](
             rows, scale, dy_rows, dx, dscale, scale.numel(), rows.stride(0), dy_rows.stride(0), H=x.shape[-2], **sizes
         )
         return dx, dscale
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """[tokens, heads * d] whose columns are contiguous; a copy where there is no such view. Only x itself is kept for the backward
-    pass: as columns of a fused projection it takes no memory of its own."""
-    x = x.reshape(-1, x.shape[-2] * x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()

@@ -8,10 +8,9 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from baton.data_pipeline.config import DataConfig
 from baton.data_pipeline.errors import DataError
@@ -23,7 +22,7 @@ from baton.parallel import mesh as meshes
 from baton.parallel.config import LayoutConfig
 from baton.training.bptt.lane_states import LANE_STATE_PREFIX, LaneStates
 from baton.training.build import build_model
-from baton.training.checkpoint.manifest import NAME, Manifest, check_file
+from baton.training.checkpoint.manifest import NAME, Manifest, TensorEntry, check_file
 from baton.training.checkpoint.shard_boxes import parameter_boxes
 from baton.training.checkpoint.store import PREFIX, published
 from baton.training.config import TrainingConfig
@@ -147,7 +146,7 @@ def _require_same_data(manifest: Manifest, source: ShardSource | TaskSource, tra
 
 
 def shape_mismatch(
-    tensors: dict[str, dict[str, Any]], config: ModelConfig, training: TrainingConfig, *, carried: bool
+    tensors: Mapping[str, TensorEntry], config: ModelConfig, training: TrainingConfig, *, carried: bool
 ) -> str | None:
     """How the checkpoint's tensors differ in name or shape from those that a run with these settings saves; None: not.
 

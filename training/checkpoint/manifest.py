@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
@@ -29,6 +29,22 @@ from baton.training.errors import CheckpointError, OtherFormatError
 
 FORMAT = 2
 NAME = "manifest.json"
+
+
+class FileEntry(TypedDict):
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class TensorEntry(TypedDict):
+    """What a manifest says of a tensor. parts: (file, offset, extent) of each box."""
+
+    dtype: str
+    shape: list[int]
+    checksum: str
+    parts: list[tuple[str, list[int], list[int]]]
 
 
 @dataclass(frozen=True)
@@ -60,8 +76,8 @@ class Manifest:
     recent: dict[str, list[float]] = field(default_factory=dict)
     validation: float | None = None
     time: float = 0.0
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
@@ -112,7 +128,7 @@ class Manifest:
                 other_format(folder / NAME, body.get("format"), FORMAT, by.get(PACKAGE) if isinstance(by, dict) else None)
             )
         try:
-            _BODY.validate_python(body)
+            _schema().validate_python(body)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -136,37 +152,10 @@ class Manifest:
             ) from None
 
 
-class _File(TypedDict):
-    bytes: int
-    sha256: str
-
-
-class _Tensor(TypedDict):
-    dtype: str
-    shape: list[int]
-    checksum: str
-    parts: list[tuple[str, list[int], list[int]]]
-
-
-class _Body(TypedDict):
-    """What is read of a manifest, and which types it has; keys that are not here are a later version's."""
-
-    step: int
-    tokens: int
-    adam_steps: int
-    cursors: dict[str, Any]
-    fingerprints: dict[str, str]
-    layout: dict[str, int]
-    versions: dict[str, str]
-    data: NotRequired[dict[str, Any]]
-    recent: NotRequired[dict[str, list[float]]]
-    validation: NotRequired[float | None]
-    time: NotRequired[float]
-    files: NotRequired[dict[str, _File]]
-    tensors: NotRequired[dict[str, _Tensor]]
-
-
-_BODY = TypeAdapter(_Body)
+@cache
+def _schema() -> TypeAdapter[Manifest]:
+    """The types of a manifest's values; keys that it has besides are a later version's."""
+    return TypeAdapter(Manifest)
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -180,7 +169,7 @@ def checksum(path: Path) -> dict[str, Any]:
         return {"bytes": f.tell(), "sha256": digest}
 
 
-def check_file(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
+def check_file(folder: Path, name: str, expected: FileEntry) -> str | None:
     """What is wrong with a checkpoint's file, or None. Decided by bytes that were read, and confirmed by a second read a
     little later.
 
@@ -193,7 +182,7 @@ def check_file(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
     return _look_at(folder / name, expected)
 
 
-def _look_at(path: Path, expected: dict[str, Any]) -> str | None:
+def _look_at(path: Path, expected: FileEntry) -> str | None:
     try:
         found = retry_transient(lambda: checksum(path))
     except FileNotFoundError:

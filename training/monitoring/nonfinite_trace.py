@@ -108,12 +108,9 @@ class NonFiniteTrace:
 
     def _own_report(self) -> NonFiniteReport:
         """This rank's first one. If its shape does not tell the place, what it infected, as the output of its layer, may."""
-        first = min(self._reports)
-        same = [
-            x
-            for x in sorted(self._reports)
-            if (x.phase, x.micro_batch, x.segment) == (first.phase, first.micro_batch, first.segment)
-        ]
+        first, *later = sorted(self._reports)
+        operation = first.phase, first.micro_batch, first.segment
+        same = (report for report in (first, *later) if (report.phase, report.micro_batch, report.segment) == operation)
         placed = next((report for report in same if report.column >= 0), first)
         return replace(first, row=placed.row, column=placed.column)
 
