@@ -32,6 +32,8 @@ from report import Report, worst
 from scan_gpu import Clock, compare, peak_gib
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from triton.runtime import driver
+from triton.testing import do_bench
 
 from baton.kernels.common.kernel_check import check
 from baton.kernels.delta_rule.op import delta_rule
@@ -448,7 +450,10 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(kinds), help="kinds, or their beginnings, separated by commas; loop: see there")
     parser.add_argument("--tokens", type=int, default=0, help="of a sequence; 0: of all lengths")
     parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--tuning-ms", type=int, default=100, help="for which the peers' tuners time a configuration (default 100)")
     arguments = parser.parse_args()
+    # the tuners ask the driver for it
+    driver.active.get_benchmarker = lambda: partial(do_bench, warmup=arguments.tuning_ms // 4, rep=arguments.tuning_ms)
     parts = tuple(arguments.only.split(","))
     torch.backends.cuda.matmul.allow_tf32 = False
     report = Report("matrix_gpu", torch.cuda.get_device_name())
