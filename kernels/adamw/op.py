@@ -72,11 +72,12 @@ def prepare_adamw(
 
 
 def launch_forms(device: torch.device, moments_dtype: torch.dtype) -> None:
-    """Launch each form of the kernel with moments of a dtype on a single element, for compiling it ahead of a run."""
-    parameters, grad = torch.zeros(2, 1, device=device)
-    exp_avg, exp_avg_sq = torch.zeros(2, 1, device=device, dtype=moments_dtype)
-    for start in (0, 1):  # aligned, or not
-        update = prepare_triton(parameters, exp_avg, exp_avg_sq, [grad], [start])
+    """Launch each form of the kernel with moments of a dtype on a few elements, for compiling it ahead of a run."""
+    # memory of their own: of rows of one tensor only the first would be aligned
+    parameters, grad = (torch.zeros(8, device=device) for _ in range(2))
+    exp_avg, exp_avg_sq = (torch.zeros(8, device=device, dtype=moments_dtype) for _ in range(2))
+    for length in (8, 1):  # aligned, or not
+        update = prepare_triton(parameters, exp_avg, exp_avg_sq, [grad[:length]], [0])
         update(AdamWStep(1e-3, (0.9, 0.999), 1e-8, 0.0, 1).scalars())
 
 

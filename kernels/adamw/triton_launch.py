@@ -24,7 +24,8 @@ def prepare_triton(
         return lambda scalars: None
     device = parameters.device
     flat = (parameters.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr())
-    aligned = all(address % 16 == 0 for address in (*flat, *addresses)) and all(start % 4 == 0 for start in starts)
+    whole = 16 // exp_avg.element_size()  # numbers in 16 bytes, of the narrowest type
+    aligned = all(x % 16 == 0 for x in (*flat, *addresses)) and all(n % whole == 0 for n in (*starts, *lengths))
     tables = _addresses(addresses, device), *_places(tuple(starts), lengths, device)
     kept = list(grads)  # the kernel has no more than their addresses
 

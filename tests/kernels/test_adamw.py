@@ -1,12 +1,14 @@
 """AdamW's update of a partition is torch.optim.AdamW's, over several steps; the kernel too, interpreted where there is no GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.bounds import reached_by_address
 from support.compare import relative_error
 from support.recurrences import seeded
 
-from baton.kernels.adamw import AdamWStep, prepare_adamw
+from baton.kernels.adamw import AdamWStep, launch_forms, prepare_adamw, triton_launch
 from baton.kernels.adamw.triton_launch import prepare_triton
 from baton.kernels.errors import KernelError
 
@@ -64,9 +66,12 @@ def test_it_is_torchs(run, shapes, gap):
 
 
 @pytest.mark.parametrize("run", [operators, kernel])
-def test_moments_in_bfloat16_are_rounded_to_nearest_behind_the_step(run):
+@pytest.mark.parametrize(
+    "shapes", [[(33, 25), (7,)], [(64, 96), (4,), (8,)], [(64, 96), (16,), (8,)]], ids=["odd", "of 8 bytes", "of 16 bytes"]
+)
+def test_moments_in_bfloat16_are_rounded_to_nearest_behind_the_step(run, shapes):
     """Beside the equations in float64, from moments that bfloat16 has."""
-    g, shapes = seeded(1), [(33, 25), (7,)]
+    g = seeded(1)
     starts, n = fragments(shapes, 0)
     start, m, v = (torch.randn(n, generator=g) for _ in range(3))
     m, v = m.bfloat16(), v.square().bfloat16()
@@ -85,6 +90,19 @@ def test_moments_in_bfloat16_are_rounded_to_nearest_behind_the_step(run):
         # float32 has a different neighbour only where it is a tie
         assert int((moment != exact.bfloat16()).sum()) <= 1
         assert relative_error(moment.double(), exact) > 1e-4, "it is rounded"
+
+
+@pytest.mark.parametrize("moments_dtype", [torch.float32, torch.bfloat16])
+def test_both_forms_are_launched_for_compiling_them_ahead(moments_dtype, monkeypatch):
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *tensors, ALIGNED, **sizes: launched.append(ALIGNED)
+
+    monkeypatch.setattr(triton_launch, "_kernels", SimpleNamespace(adamw_kernel=Kernel()))
+    launch_forms(torch.device("cpu"), moments_dtype)
+    assert launched == [True, False]
 
 
 def test_what_it_refuses():

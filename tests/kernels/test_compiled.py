@@ -73,6 +73,12 @@ def test_walks_over_tokens_ask_for_what_they_load(compiled):
     assert {name: asked for name, asked in walks.items() if asked < (1 if name.startswith("conv") else 2)} == {}
 
 
+def test_the_update_reads_and_writes_16_bytes_at_once_where_it_may(compiled):
+    found = compiled["wide"]
+    assert found["adamw"] > 0
+    assert found["adamw, unaligned"] == 0
+
+
 def test_a_spill_would_be_seen(compiled):
     """With fewer registers than a kernel needs."""
     assert compiled["starved"]["stack"] > 0

@@ -796,7 +796,10 @@ def binary_of(kernel, known, constants, arch, warps, *, aligned=True):
     types = {name: known.get(name, "constexpr") for name in kernel.arg_names}
     constants = dict(constants)
     options = {"num_warps": warps, **{name: constants.pop(name) for name in ("num_stages", "maxnreg") if name in constants}}
-    special = [aligned and not p.do_not_specialize and known.get(p.name) != "fp32" for p in kernel.params]
+    special = [
+        aligned and not (p.do_not_specialize or p.do_not_specialize_on_alignment) and known.get(p.name) != "fp32"
+        for p in kernel.params
+    ]
     divisible = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(kernel.arg_names) if name in known and special[n]}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=divisible)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_stages": 1, **options})
@@ -904,6 +907,12 @@ def starved():
     return report(kernel, signature(kernel, constants, dtype), constants, MAIN, warps)
 
 
+def wide(name):
+    """In how many places a kernel reads or writes 16 bytes of a lane at once."""
+    _, kernel, constants, warps, dtype = next(x for x in kernels(MAIN) if x[0] == name)
+    return len(re.findall(r"\.v4\.", binary_of(kernel, signature(kernel, constants, dtype), constants, MAIN, warps).asm["ptx"]))
+
+
 def blocks_of(name):
     """`blocks` of a scan's backward pass when nothing is known of pointers and sizes."""
     _, kernel, constants, warps, dtype = next(x for x in kernels(MAIN) if x[0] == name)
@@ -933,7 +942,7 @@ def main():
         for configuration in (fitted(arch) if same or sys.argv[1] != "each" else _preset_kernels(arch))
     ]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        few = pool.submit(starved)
+        few, updates = pool.submit(starved), {name: pool.submit(wide, name) for name in ("adamw", "adamw, unaligned")}
         walks = {name: pool.submit(blocks_of, name) for name in ("longhorn backward", "mamba backward") if every}
         jobs = [
             pool.submit(one, number, arch)
@@ -950,6 +959,7 @@ def main():
             written = {"triton": triton.__version__, "bytes": dict(sorted(sizes.items()))}
             SHARED.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
             return
+        found["wide"] = {name: job.result() for name, job in updates.items()}
         found["shared"] = {name: measured[name] if name in measured else sizes[key] for name, *_, key in to_fit}
         found |= {"limits": limits(), "same": same}
         found["digests"] = [digest(number, arch) for number in of_each_kernel()[:2] for arch in (80, MAIN)]
