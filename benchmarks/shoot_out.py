@@ -60,7 +60,7 @@ WITH_MLP: dict[str, dict[str, Any]] = {
     "gla": {"gla": {"heads": 3, "d_key": 128, "d_value": 256}},
     "gated_delta_net": {"gated_delta_net": {"d_key": 64, "d_value": 128}},
     "lattice": {"lattice": {"variant": "dec", "forget": True, **HEADS, "slots": 64}},
-    "bmojo": {"bmojo": {"window": 512, "fading": "chunk", "fading_tokens": 16, "eidetic": 64, "fading_norm": True}},
+    "bmojo": {"bmojo": {"window": 512, "fading": "chunk", "fading_tokens": 16, "eidetic": 64}},
     "delta_net": {"delta_net": {"d_key": 64, "d_value": 64}},
     "kda": {"kda": {"d_key": 64, "d_value": 64}},
     "retnet": {"retnet": {"d_key": 256}},

@@ -29,6 +29,7 @@ from baton.launcher.config import RunConfig, resolved_by
 from baton.launcher.devices import Kind, gpu_memory, kind_here
 from baton.launcher.errors import BusyError, ConfigError
 from baton.launcher.validation import first_problem
+from baton.models.config import with_settings_of_once
 from baton.parallel.control_groups import host_memory
 from baton.training.monitoring import time_ledger
 
@@ -307,7 +308,10 @@ def read_config(path: Path) -> RunConfig:
     text = ""
     try:
         text = read_text(path)
-        return RunConfig.model_validate(yaml.safe_load(text))
+        values = yaml.safe_load(text)
+        if isinstance(values, dict) and "model" in values:
+            values["model"] = with_settings_of_once(values["model"])
+        return RunConfig.model_validate(values)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; is this a run directory?") from None
     except OSError as error:

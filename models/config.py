@@ -53,6 +53,21 @@ else:
 
 _ENTRY = re.compile(r"^([A-Za-z]\w*(?:[+|][A-Za-z]\w*)*)(?:\*([1-9]\d*))?$")
 
+
+def with_settings_of_once(model: Any) -> Any:
+    """The values of a model that a version of Baton wrote down with all its settings: those that it did not know have the values
+    that its models meant."""
+    mixers = model.get("mixers") if isinstance(model, dict) else None
+    if not isinstance(mixers, dict):
+        return model
+    own = {
+        name: {**kinds()[mixer["kind"]].once, **mixer}
+        for name, mixer in mixers.items()
+        if isinstance(mixer, dict) and mixer.get("kind") in kinds()
+    }
+    return {**model, "mixers": {**mixers, **own}}
+
+
 Layer = tuple[str, ...]
 """Names of a layer's mixers, in order."""
 

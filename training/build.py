@@ -95,10 +95,15 @@ def _link(config: ModelConfig, training: TrainingConfig, mesh: Mesh) -> ContextL
 def model_fingerprint(config: ModelConfig) -> str:
     """SHA-256 of the settings that decide what the model computes. loss_chunk is left out: it does not change results.
 
-    So are settings with their default values, so that checkpoints can be resumed by later versions, which have more settings. A
-    default that has changed since is found in the run's config.yaml, which has the values of all settings.
+    So are settings with their default values, so that checkpoints can be resumed by later versions, which have more settings. Where
+    a default is not what models meant once, the settings that mean the same as then are left out.
     """
     values = config.model_dump(mode="json", exclude={"loss_chunk"}, exclude_defaults=True)
+    for name, settings in config.mixers.items():
+        for setting, meant in settings.once.items():
+            value = getattr(settings, setting)
+            values["mixers"][name].pop(setting, None)
+            values["mixers"][name] |= {} if value == meant else {setting: value}
     kinds = {name: settings.kind for name, settings in config.mixers.items()}
     return hashlib.sha256(json.dumps([kinds, values], sort_keys=True).encode()).hexdigest()
 

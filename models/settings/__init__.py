@@ -7,7 +7,7 @@ A kind may also be defined in a package of one's own: its module is named by `im
 group baton.mixers, whose name is the kind.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -34,6 +34,9 @@ class MixerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: str
+
+    once: ClassVar[Mapping[str, Any]] = {}
+    """What models meant that were made before a setting was added or its default was changed, where that is not its default now."""
 
     mixer_module: ClassVar[str | None] = None
     """The module that defines the mixer of a kind that is not Baton's; None: the settings' own module."""

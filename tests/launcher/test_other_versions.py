@@ -13,6 +13,7 @@ from support.runs import SAME_PLACES, published
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
 from baton.data_pipeline.written_by import own_version
+from baton.launcher.changes import changes
 from baton.launcher.cli import main
 from baton.launcher.config import load
 from baton.launcher.errors import ConfigError
@@ -26,6 +27,7 @@ from baton.launcher.run_directory import (
     open_attempt,
     read_config,
 )
+from baton.models.interchange.remote.export import BatonFamily
 from baton.training.monitoring.event_log import read_events
 from baton.training.monitoring.goodput import compute_goodput
 from baton.training.monitoring.metrics import read_metrics, truncate_metrics
@@ -129,6 +131,22 @@ def test_a_configuration_says_which_version_resolved_it(run, capsys):
     assert str(caught.value).endswith(f"; Baton 9.8.7 wrote it, and this is Baton {own_version()}: use the version that wrote it")
     assert "\n" not in str(caught.value)
     assert main(["train", str(path)]) == 2
+
+
+def test_what_an_earlier_version_did_not_know_means_what_its_models_meant(run):
+    """Also where that is not the default now: B'MOJO's fading_norm."""
+    now = load(run / "config.yaml", ["model.pattern=[bmojo]", "model.mixers={bmojo: {head_dim: 8}}"])
+    assert now.model.mixers["bmojo"].fading_norm
+    values = yaml.safe_load(now.to_yaml())
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    assert read_config(run / "config.yaml") == now
+    del values["model"]["mixers"]["bmojo"]["fading_norm"]
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    then = read_config(run / "config.yaml")
+    assert [str(change) for change in changes(then, now)] == ["model.mixers.bmojo.fading_norm: False -> True"]
+    exported = BatonFamily().config(now.model)
+    del exported["baton"]["mixers"]["bmojo"]["fading_norm"]
+    assert not BatonFamily().model(exported)["mixers"]["bmojo"]["fading_norm"]
 
 
 def test_records_of_a_later_version_are_passed_over(run):

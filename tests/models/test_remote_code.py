@@ -57,7 +57,7 @@ SETTINGS = {
         "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
     },
     "bmojo, sliding": {"fading": "sliding", "predictor_weights": "uniform", "innovation_norm": "l1", "d_conv": None,
-                       "fading_norm": True, "add_ssm_output": True},
+                       "fading_norm": False, "add_ssm_output": True},
     "gla, without a gate": {"feature_map": "relu", "output_gate": False},
     "retnet, without a gate": {"output_gate": False},
     "gsa, converted": {"feature_map": "identity", "value_activation": None, "output_activation": None},

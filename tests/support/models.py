@@ -30,7 +30,7 @@ OPTIONS = {
     },
     "static": {"gsa": {"gate": "data_independent"}},
     "baselines": {"rg_lru": {}, "s4d": {"block": "h3"}, "mamba3": {}},
-    "added": {"bmojo": {"add_ssm_output": True, "fading_norm": True}},
+    "added": {"bmojo": {"add_ssm_output": True, "fading_norm": False}},
     "falcon": {
         "several": {"kind": "mamba3", "mimo_rank": 2, "n_groups": 2},
         "mamba": {"projection_norm_eps": 1e-6, "projection_norm_weights": True},

@@ -23,6 +23,18 @@ def test_checkpoints_of_shipped_models_can_still_be_resumed():
     assert found == json.loads(KNOWN.read_text())
 
 
+def test_a_model_of_before_a_default_changed_has_the_fingerprint_that_it_had():
+    small = kinds()["bmojo"].small()
+
+    def fingerprint(fading_norm):
+        mixers = {"bmojo": small.model_copy(update={"fading_norm": fading_norm})}
+        return model_fingerprint(ModelConfig(d_model=SMALL_WIDTH, n_layers=2, vocab_size=64, pattern=["bmojo"], mixers=mixers))
+
+    # as they were when false was the default
+    assert fingerprint(False).startswith("31a66bf285fc066b")
+    assert fingerprint(True).startswith("d0faaeed0090a451")
+
+
 def other_value(value):
     """None: there is none that is certainly valid."""
     if isinstance(value, bool):

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from baton.models.config import ModelConfig
+from baton.models.config import ModelConfig, with_settings_of_once
 from baton.models.interchange.family import Family, required
 from baton.models.interchange.mapping import InterchangeError, TensorMap, one
 from baton.models.settings import kinds
@@ -42,7 +42,7 @@ class BatonFamily(Family):
     shared = True
 
     def model(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(required(config, "baton"))
+        return dict(with_settings_of_once(required(config, "baton")))
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         mixers = {}
