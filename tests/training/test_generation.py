@@ -165,6 +165,16 @@ def test_recorded_steps_are_steps(kind):
     assert sum(one.replays for one in made) == 29 - 3
 
 
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read():
+    """And none behind the last token."""
+    model, launched = language_model(model_of("mamba"), seed=2), []
+    words = {"tokens": 12, "vocab_size": 61, "stop": None, "sampling": Sampling(0.9), "recorder": StepRecorder(Again)}
+    made.clear()
+    generate(model, prompts_of((4,)), **words, ended=lambda row, ids: launched.append(sum(one.replays for one in made)))
+    # when a token is there: the first is the prompt's, the second that of the step that is recorded, the last is not asked about
+    assert launched == list(range(11))
+
+
 @pytest.mark.parametrize("lengths", [LENGTHS, (5, 17, 5, 9, 17, 6)], ids=str)
 @pytest.mark.parametrize("window", [1, 6, 16, 100, None, "full_attention"])
 def test_attention_writes_what_reading_all_again_would(window, lengths, monkeypatch):

@@ -217,10 +217,37 @@ class Draws:
         self._drawn = self._drawn[torch.tensor(rows, device=self.device)]
 
 
+class _Chosen:
+    """Tokens on their way from the device: int64 [B] as they are now, whatever is written over them."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = tokens.to("cpu", non_blocking=True, copy=True)
+        self._rows: Sequence[int] | None = None
+        self._event = torch.cuda.Event() if tokens.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Leave all other rows out."""
+        self._rows = rows if self._rows is None else [self._rows[row] for row in rows]
+
+    def wait(self) -> None:
+        """Until they are there, and all that was launched before them is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def read(self) -> list[int]:
+        self.wait()
+        tokens: list[int] = self._tokens.tolist()
+        return tokens if self._rows is None else [tokens[row] for row in self._rows]
+
+
 class _Decoding:
     """Rows of a batch that are decoded together: each one's last token and position, and the States of the tokens before it.
 
-    States, of `read_prompts`, which get `room`, and draws, one for each token, are on the model's device.
+    States, of `read_prompts`, which get `room`, and draws, one for each token, are on the model's device. Of recorded steps one is
+    launched before the tokens of the one before are read, so that the device does not wait for what is done with them; where these
+    end the text, it was for nothing.
     """
 
     def __init__(
@@ -245,6 +272,7 @@ class _Decoding:
         self._recorded_weights: _Weights | None = None
         self._recorder: GraphRecorder | None = None
         self._replay: Run | None = None
+        self._ahead: _Chosen | None = None
 
     @property
     def is_recorded(self) -> bool:
@@ -261,6 +289,7 @@ class _Decoding:
         fits = self.kind == new.kind and self.room.fits(new.room) and self._inference == new._inference
         if not fits or self._recorded_weights is None or not self._recorded_weights.still_are_of(self._model):
             return False
+        self._ahead = None
         self.room.take_over(new.room, self._states, new._states)
         self._pos.copy_(new._pos)
         self._draws = new._draws
@@ -274,6 +303,12 @@ class _Decoding:
 
     def step(self) -> list[int]:
         """The token after the last of each row; negative where logits are not finite."""
+        chosen, self._ahead = self._ahead or self._launch(), None
+        if self._replay is not None and self._draws.left and not self.room.is_used:
+            self._ahead = self._launch()
+        return chosen.read()
+
+    def _launch(self) -> _Chosen:
         if self.room.is_used:
             self.release()
             self._states = self.room.enlarge(self._states)
@@ -288,7 +323,7 @@ class _Decoding:
             self._recorded_weights = _Weights(self._model)
         else:
             self._run()
-        return self._token.tolist()
+        return _Chosen(self._token)
 
     def shrinks_to(self, rows: int) -> bool:
         """Whether the others are left out: recorded steps have all rows until half of them have ended."""
@@ -301,9 +336,13 @@ class _Decoding:
         self._states = take_rows(self._states, index)
         self._token, self._pos, self._draw = (x[index] for x in (self._token, self._pos, self._draw))
         self._draws.keep(rows)
+        if self._ahead is not None:
+            self._ahead.keep(rows)
 
     def release(self) -> None:
         """Free what was recorded."""
+        if self._ahead is not None:
+            self._ahead.wait()
         self._replay = None
         if self._recorder is not None:
             self._recorder.release()
