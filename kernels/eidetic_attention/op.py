@@ -158,13 +158,13 @@ def state_specs(options: Options, k: Tensor, score_dtype: torch.dtype) -> tuple[
 def _state_specs(options: Options, heads: tuple[int, ...], dtype: torch.dtype, score_dtype: torch.dtype) -> tuple[StateSpec, ...]:
     specs: list[StateSpec] = []
 
-    def rows(names: tuple[str, ...], n: int) -> None:
-        specs.extend(StateSpec(name, (n, *heads), dtype, tp=1, grad=True) for name in names)
+    def rows(names: tuple[str, ...], n: int, *, tail: bool = False) -> None:
+        specs.extend(StateSpec(name, (n, *heads), dtype, tp=1, grad=True, tail=tail) for name in names)
 
-    rows(("k", "v"), options.window - 1)
+    rows(("k", "v"), options.window - 1, tail=True)
     specs.append(StateSpec("seen", (), torch.int64, tp=None, grad=False))
     if options.fading_rows:
-        rows(("fading_k", "fading_v"), options.fading_rows)
+        rows(("fading_k", "fading_v"), options.fading_rows, tail=True)
     if options.n_eidetic:
         rows(("best_k", "best_v"), options.n_eidetic)
         specs.append(StateSpec("score", (options.n_eidetic,), score_dtype, tp=None, grad=False))

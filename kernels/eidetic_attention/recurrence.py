@@ -11,6 +11,7 @@ from baton.kernels.common.attention_tails import new_tails
 from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import randn
 from baton.kernels.eidetic_attention.chunked import Options
+from baton.kernels.eidetic_attention.one_token import eidetic_attention_one_token
 from baton.kernels.eidetic_attention.op import (
     Norm,
     eidetic_attention,
@@ -56,6 +57,10 @@ class EideticAttention(StateFirstRecurrence):
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return eidetic_attention(*inputs, **self._sizes, pos=pos, state=state)  # type: ignore[arg-type]
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        assert pos is not None, "the row of each token is that of its position"
+        return eidetic_attention_one_token(inputs, self._options(inputs), pos=pos, state=state)
 
     def final_state(self, inputs: Inputs, pos: Tensor | None, state: State) -> State:
         return eidetic_attention_final_state(*inputs, **self._sizes, pos=pos, state=state)  # type: ignore[arg-type]

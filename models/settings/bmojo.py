@@ -141,18 +141,18 @@ class BMojoConfig(HeadsConfig):
             for name in self._convs
         )
 
-        def keys_and_values(prefix: str, tokens: int) -> tuple[StateDeclaration, ...]:
+        def keys_and_values(prefix: str, tokens: int, *, tail: bool = False) -> tuple[StateDeclaration, ...]:
             shape = (tokens, kv_heads, self.head_dim)
-            return tuple(StateDeclaration(f"{prefix}{name}", shape, "compute", tp=1) for name in "kv")
+            return tuple(StateDeclaration(f"{prefix}{name}", shape, "compute", tp=1, tail=tail) for name in "kv")
 
         state = [
             *convs,
             StateDeclaration("y", (self.predictor, d_model), "compute", tp=None, grad=False),
-            *keys_and_values("", self.window - 1),
+            *keys_and_values("", self.window - 1, tail=True),
             StateDeclaration("seen", (), "int64", tp=None, grad=False),
         ]
         if self._fading_tail:
-            state += keys_and_values("fading_", self._fading_tail)
+            state += keys_and_values("fading_", self._fading_tail, tail=True)
         if self.eidetic:
             state += keys_and_values("best_", self.eidetic)
             state.append(StateDeclaration("score", (self.eidetic,), "float32", tp=None, grad=False))
