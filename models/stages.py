@@ -6,6 +6,7 @@ of a large vocabulary costs as much as several layers. The embedding is a lookup
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from math import inf
 
@@ -73,7 +74,7 @@ def partition_layers(config: ModelConfig, count: int, sequence_length: int) -> t
                 f"layout.pipeline=1, or value_residual=none for every name"
             )
     costs = layer_costs(config, sequence_length)
-    edges = [0, *_best_boundaries(costs, head_cost(config), count), len(costs)]
+    edges = [0, *_best_boundaries(tuple(costs), head_cost(config), count), len(costs)]
     return tuple(Stage(n, count, range(edges[n], edges[n + 1])) for n in range(count))
 
 
@@ -100,10 +101,12 @@ def head_cost(config: ModelConfig) -> float:
     return RECURRENCE_PASSES * 2.0 * config.d_model * config.padded_vocab_size
 
 
-def _best_boundaries(costs: list[float], head: float, count: int) -> list[int]:
+@lru_cache(maxsize=64)
+def _best_boundaries(costs: tuple[float, ...], head: float, count: int) -> tuple[int, ...]:
     """Boundaries that minimise the largest sum, with the head in the last one, and among those the sum of squares.
 
-    Both are the linear partition problem; dominated pieces are skipped, so the time is about n^2 log(count).
+    Both are the linear partition problem; dominated pieces are skipped, so the time is about n^2 log(count). Results are kept,
+    because a plan compares many settings of one model.
     """
     sums = [0.0, *accumulate(costs)]
 
@@ -112,7 +115,7 @@ def _best_boundaries(costs: list[float], head: float, count: int) -> list[int]:
 
     limit, _ = _partition(piece, len(costs), count, max, inf)
     _, cuts = _partition(piece, len(costs), count, lambda before, own: before + own * own, limit)
-    return cuts
+    return tuple(cuts)
 
 
 def _partition(

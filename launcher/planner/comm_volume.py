@@ -52,6 +52,8 @@ def _over_data(one: Arithmetic) -> dict[str, Exchange]:
 
 def _over_tensor(one: Arithmetic) -> dict[str, Exchange]:
     p = one.tensor
+    if p == 1:
+        return {}
     partial = 4 * sum(parameter.numel for parameter in (*one.parameters, *one.tied_replicas) if parameter.partial)
     volumes = {("partial gradients", "all-reduce"): partial, **tensor_volumes(one)}
     return {
@@ -63,7 +65,7 @@ def _over_tensor(one: Arithmetic) -> dict[str, Exchange]:
             survey=purpose == _SURVEYS,
         )
         for (purpose, collective), volume in volumes.items()
-        if volume and p > 1
+        if volume
     }
 
 
@@ -83,19 +85,19 @@ def tensor_volumes(one: Arithmetic) -> dict[tuple[str, str], int]:
 def _volumes_of_a_pass(one: Arithmetic) -> Counter[tuple[str, str]]:
     work, shared, again = one.work, one.work.sequence_parallel, int(one.training.recompute == "full")
     vectors, both, found = _vectors(one), ("all-gather", "reduce-scatter"), Counter[tuple[str, str]]()
-    for layer in one.layers:
+    for layer, n in one.alike.items():
         for all_reduce in (all_reduce for block in one.of_layer(layer) for all_reduce in block.all_reduces):
             if not (shared and all_reduce.residual):
-                volume = work.tokens * all_reduce.width * work.itemsize(all_reduce.dtype)
+                volume = n * work.tokens * all_reduce.width * work.itemsize(all_reduce.dtype)
                 runs = 1 + again * (all_reduce.direction == "forward")
                 found[f"layers {all_reduce.direction}", "all-reduce"] += runs * volume
         # a sub-block's mixers read the same gathered tokens, and each of them sums what it returns
         gathered, summed = len(layer), sum(map(len, layer))
         for collective, forward, backward in (*zip(both, (gathered, summed), (summed, gathered), strict=True),) if shared else ():
-            found["layers forward", collective] += (1 + again) * forward * vectors
-            found["layers backward", collective] += backward * vectors
+            found["layers forward", collective] += (1 + again) * n * forward * vectors
+            found["layers backward", collective] += n * backward * vectors
         # recomputation ends with the last tensor that backward needs, which goes into the layer's last sum
-        found["layers forward", "reduce-scatter" if shared else "all-reduce"] -= again * vectors
+        found["layers forward", "reduce-scatter" if shared else "all-reduce"] -= again * n * vectors
     if one.stage.first:
         for collective in both if shared else ("all-reduce",):
             found["embedding", collective] += _stream(one)
@@ -110,11 +112,11 @@ def _volumes_of_a_pass(one: Arithmetic) -> Counter[tuple[str, str]]:
 def _volumes_of_a_survey(one: Arithmetic) -> Counter[str]:
     """Of the forward pass alone, by collective; the stream that the loss would read is made, and gathered where it is shared."""
     work, shared, found = one.work, one.work.sequence_parallel, Counter[str]()
-    for block in one.every_block:
+    for block, n in one.block_counts:
         for all_reduce in block.all_reduces:
             if all_reduce.direction == "forward" and not (shared and all_reduce.residual):
-                found["all-reduce"] += work.tokens * all_reduce.width * work.itemsize(all_reduce.dtype)
-        found["reduce-scatter"] += shared * _vectors(one)
+                found["all-reduce"] += n * work.tokens * all_reduce.width * work.itemsize(all_reduce.dtype)
+        found["reduce-scatter"] += n * shared * _vectors(one)
     found["all-gather"] += shared * sum(map(len, one.layers)) * _vectors(one)
     if one.stage.first:
         found["reduce-scatter" if shared else "all-reduce"] += _stream(one)
@@ -139,19 +141,20 @@ def _over_sequence(one: Arithmetic) -> dict[str, Exchange]:
     ranks, p, work = one.layout.context, one.tensor, one.work
     if ranks == 1:
         return found
-    recurrences = [recurrence for block in one.every_block for recurrence in block.recurrences]
+    recurrences = [(recurrence, n) for block, n in one.block_counts for recurrence in block.recurrences]
     gathers = one.layout.gathers_states(one.together)
-    gathered = [recurrence for recurrence in recurrences if recurrence.transition and gathers]
+    gathered = [(recurrence, n) for recurrence, n in recurrences if recurrence.transition and gathers]
+    passed_on = [(recurrence, n) for recurrence, n in recurrences if not (recurrence.transition and gathers)]
     for name, backward in (("States: to the next rank", False), ("cotangents: to the rank before", True)):
-        sent = sum(recurrence.message_bytes(work, backward=backward) for recurrence in recurrences if recurrence not in gathered)
+        sent = sum(n * recurrence.message_bytes(work, backward=backward) for recurrence, n in passed_on)
         if sent:
             found[name] = Exchange(sent * one.passes, ranks, p, pairs=True)
     if gathered:
         for name, backward in (("States: all-gather over context", False), ("cotangents: all-gather over context", True)):
-            effects = sum(recurrence.transition_bytes(work, backward=backward) for recurrence in gathered)
+            effects = sum(n * recurrence.transition_bytes(work, backward=backward) for recurrence, n in gathered)
             found[name] = Exchange((ranks - 1) * effects * one.passes, ranks, p)
     found |= _of_full_attention(one)
-    whole = sum(block.message_bytes(work) for block in one.every_block)
+    whole = sum(n * block.message_bytes(work) for block, n in one.block_counts)
     if one.training.carries_lane_states and whole:
         found["States of lanes: to the first rank"] = Exchange(whole * one.passes // one.together, ranks, p, pairs=True)
     return found
@@ -161,9 +164,10 @@ def _of_full_attention(one: Arithmetic) -> dict[str, Exchange]:
     """Keys and values are gathered in every pass and once more backwards, and their gradients return to their owners; in segments,
     those of all segments so far. Queries go to other ranks and outputs come back, and so do their gradients."""
     ranks, p, work = one.layout.context, one.tensor, one.work
-    keys, queries = (sum(size) for size in zip(*((b.key_bytes(work), b.query_bytes(work)) for b in one.every_block), strict=True))
+    keys = sum(n * block.key_bytes(work) for block, n in one.block_counts)
     if not keys:
         return {}
+    queries = sum(n * block.query_bytes(work) for block, n in one.block_counts)
     again = int(one.training.recompute == "full")
     forward, so_far = (1 + again) * one.passes + one.surveys, (one.together + 1) / 2
     return {

@@ -10,6 +10,7 @@ no-grad forward pass over a segment, which computes only its final State. All by
 the ranks of a stage differ (the two ends of a sequence), they are those of the rank with the most.
 """
 
+from collections import Counter
 from functools import cached_property
 
 from baton.launcher.config import RunConfig
@@ -67,14 +68,14 @@ class Arithmetic(StageParameters):
         # what arrived from the rank before is kept with the graph
         return self.around_layers + len(self.layers) * self.hidden_bytes + self.entering + self._decided
 
-    @property
+    @cached_property
     def entering(self) -> int:
         """Bytes of the States that enter a pass from another rank or segment."""
-        return sum(block.initial_state_bytes(self.work) for block in self.every_block)
+        return sum(n * block.initial_state_bytes(self.work) for block, n in self.block_counts)
 
-    @property
+    @cached_property
     def _decided(self) -> int:
-        return sum(block.score_bytes(self.work) for block in self.every_block)
+        return sum(n * block.score_bytes(self.work) for block, n in self.block_counts)
 
     @property
     def borders(self) -> int:
@@ -87,10 +88,10 @@ class Arithmetic(StageParameters):
         keys = self.earlier_keys - (self.offloaded if self.work.gpu else 0)
         return first + (surveyed - 1) * self.entering + surveyed * self._decided + keys
 
-    @property
+    @cached_property
     def _keys(self) -> int:
         """Bytes of a segment's keys and values of full attention, in all layers."""
-        return sum(block.key_bytes(self.work) for block in self.every_block)
+        return sum(n * block.key_bytes(self.work) for block, n in self.block_counts)
 
     @property
     def earlier_keys(self) -> int:
@@ -147,15 +148,16 @@ class Arithmetic(StageParameters):
         """The mixers of a layer, with the norms of its sub-blocks."""
         return [self.blocks[place] for place in places(layer)]
 
-    @property
-    def every_block(self) -> list[MixerCosts]:
-        """The mixers of all layers, with the norms."""
-        return [block for layer in self.layers for block in self.of_layer(layer)]
+    @cached_property
+    def block_counts(self) -> list[tuple[MixerCosts, int]]:
+        """The mixers of all layers, with the norms; those that are alike once, with their number."""
+        counts = Counter(place for layer, n in self.alike.items() for place in places(layer) * n)
+        return [(self.blocks[place], n) for place, n in counts.items()]
 
-    @property
+    @cached_property
     def states(self) -> int:
         """Bytes of the final States of a pass."""
-        return sum(block.final_state_bytes(self.work) for block in self.every_block)
+        return sum(n * block.final_state_bytes(self.work) for block, n in self.block_counts)
 
     @property
     def lanes(self) -> int:
@@ -283,19 +285,23 @@ class Arithmetic(StageParameters):
 
     def _matmuls(self, *, head: bool) -> int:
         """Number of this rank's parameters in matmuls per token, of the head or of the layers."""
-        names, every = ("embedding.weight", "head.weight"), (*self.parameters, *self.tied_replicas)
-        return sum(p.uses * p.local_numel(self.tensor) for p in every if (p.name in names) is head)
+        names = "embedding.weight", "head.weight"
+        return sum(n * p.uses * p.local_numel(self.tensor) for p, n in self.parameter_counts if (p.name in names) is head)
+
+    @cached_property
+    def _recurrence_flops(self) -> RecurrenceFlops:
+        """Of the stage's sub-blocks over all tensor ranks, per token and forward pass."""
+        each = [(block.recurrence_flops(self.training.sequence_length), n) for block, n in self.block_counts]
+        return RecurrenceFlops(*(sum(n * flops[kind] for flops, n in each) for kind in range(3)))
 
     @property
     def _recurrences(self) -> RecurrenceFlops:
         """Of this rank's sub-blocks per token and forward pass."""
-        flops = [block.recurrence_flops(self.training.sequence_length) for block in self.every_block]
-        return RecurrenceFlops(*(sum(kind) / self.tensor for kind in zip(*flops, strict=True)))
+        return RecurrenceFlops(*(flops / self.tensor for flops in self._recurrence_flops))
 
     def useful_flops(self) -> float:
         """Model FLOPs per token of the stage over all tensor ranks: matmuls and recurrences, once forward and twice backward."""
-        flops = 2.0 * sum(p.uses * p.numel for p in (*self.parameters, *self.tied_replicas))
-        return 3 * (flops + sum(sum(block.recurrence_flops(self.training.sequence_length)) for block in self.every_block))
+        return 3 * (2.0 * sum(n * p.uses * p.numel for p, n in self.parameter_counts) + sum(self._recurrence_flops))
 
 
 def of_stages(config: RunConfig) -> tuple[Arithmetic, ...]:

@@ -94,7 +94,7 @@ class StageParameters:
 
     @cached_property
     def _unnamed(self) -> list[tuple[ParameterDeclaration, int]]:
-        """The same, those of layers that are alike once, with their number: a deep model has thousands."""
+        """The same without the layers' names: a deep model has thousands."""
         found = [(p, 1) for part in (*self._outside, self._shared if self.stage.first else ()) for p in part]
         own = [(self.blocks[place], n) for layer, n in self.alike.items() for place in self._own(layer)]
         return found + [(p, n) for block, n in own for p in block.parameters]
@@ -106,6 +106,11 @@ class StageParameters:
             return ()
         embedding = [self._embedding(uses=1)] if self.model.tie_embeddings and self.stage.last else []
         return self._partial(*embedding, *self._shared)
+
+    @cached_property
+    def parameter_counts(self) -> list[tuple[ParameterDeclaration, int]]:
+        """The stage's parameters and those of others that it reads; those of layers that are alike once, with their number."""
+        return [*self._unnamed, *((p, 1) for p in self.tied_replicas)]
 
     def _embedding(self, uses: int) -> ParameterDeclaration:
         return replace(self.model.embedding, uses=uses)
@@ -131,7 +136,7 @@ class StageParameters:
 
     @cached_property
     def _copied(self) -> int:
-        return sum(n * p.local_numel(self.tensor) for p, n in (*self._unnamed, *((p, 1) for p in self.tied_replicas)) if p.uses)
+        return sum(n * p.local_numel(self.tensor) for p, n in self.parameter_counts if p.uses)
 
     @cached_property
     def _multiplied(self) -> int:

@@ -8,7 +8,7 @@ group baton.mixers, whose name is the kind.
 """
 
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -117,6 +117,13 @@ class MixerConfig(BaseModel):
 
     def costs(self, d_model: int) -> MixerCosts:
         """Costs of the mixer with its nested mixers, for the planner. Raises ValueError as `activation_costs`."""
+        try:
+            hash(self)
+        except TypeError:  # a kind of one's own with a list or a dict
+            return self._costs(d_model)
+        return _known_costs(self, d_model)
+
+    def _costs(self, d_model: int) -> MixerCosts:
         return self._with_nested(d_model).of(self.all_parameters(d_model))
 
     def _with_nested(self, d_model: int) -> MixerCosts:
@@ -134,6 +141,12 @@ class MixerConfig(BaseModel):
         over four tensor ranks. Options that are off by default are tested in the mixer's own tests.
         """
         return cls()  # type: ignore[call-arg]
+
+
+@lru_cache(maxsize=64)
+def _known_costs(settings: MixerConfig, d_model: int) -> MixerCosts:
+    """Kept, because a plan compares many layouts of one model."""
+    return settings._costs(d_model)
 
 
 @cache

@@ -95,7 +95,7 @@ def test_keys_are_kept_or_offloaded_and_fetched_as_counted(measured, offload_kv,
     assert kept.memory().borders - on_gpu.memory().borders == one.offloaded
     # half a kilobyte: fingerprints of States, and the sum of the losses
     activations = one.activations(full_recompute=recompute == "full") + 4 * one.head_count
-    rows = 0 if offload_kv else (one.together - 1) * sum(block.key_bytes(one.work) for block in one.every_block)
+    rows = 0 if offload_kv else (one.together - 1) * sum(n * block.key_bytes(one.work) for block, n in one.block_counts)
     assert seen["forward_no_grad"] == pytest.approx(rows, abs=512)
     if offload_kv:
         assert seen["forward"] == pytest.approx(activations, rel=0.03, abs=512)

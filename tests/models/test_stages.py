@@ -32,7 +32,7 @@ def test_no_other_cut_is_better(seed):
     costs = [float(draw.choice([1, 2, 3, draw.randint(1, 30)])) for _ in range(n)]
     head = float(draw.choice([0, 1, 5, 40]))
     for count in range(2, n + 1):
-        found = sums_of(costs, head, _best_boundaries(costs, head, count))
+        found = sums_of(costs, head, _best_boundaries(tuple(costs), head, count))
         every = [sums_of(costs, head, cuts) for cuts in itertools.combinations(range(1, n), count - 1)]
         slowest = min(max(sums) for sums in every)
         assert max(found) == slowest
