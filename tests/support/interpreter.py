@@ -2,10 +2,11 @@
 
 `interpreted_quickly`: the same operations on the same numbers in a fifth of the time. As it comes, the interpreter replaces the
 functions of `triton.language` again at each call of a device function, although the launch has done that. At each operation it
-makes a table of types and new objects for a block's shape, and asks which types the operands have to be converted to; here operands
-of one type and shape are taken as they are, and a number becomes a block once. A sum of bits, of which a sort makes one for each
-exchange, it computes number by number. And whether a sum or a product of integers overflows it finds out with a dozen operations of
-Triton, whose result it does not look at; here NumPy finds it out, and an overflow ends the kernel.
+makes a table of types and new objects for a block's shape, and asks which types the operands have to be converted to; here
+operands of one type and shape are taken as they are, those of two shapes NumPy broadcasts, and a number becomes a block once. A
+sum of bits, of which a sort makes one for each exchange, it computes number by number. And whether a sum or a product of integers
+overflows it finds out with a dozen operations of Triton, whose result it does not look at; here NumPy finds it out, and an
+overflow ends the kernel.
 
 `errors_corrected`: two things work as on a GPU in every version of Triton.
 - A scalar comparison that is broadcast to a block stays boolean. The interpreter gives a comparison the type of its operands, and a
@@ -27,10 +28,16 @@ _WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 """Operators whose results are looked at, of int64."""
 
 
+_SHAPES: dict[int, tuple[int, ...]] = {}
+"""The shapes of tensors and of block types by their identity, which is not given again: the two caches keep them."""
+
+
 @cache
 def _sizes(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
     """A tensor's `shape` and `numel`. Tensors share them: nothing writes into them."""
-    return tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+    sizes = tl.tuple([tl.constexpr(size) for size in shape])
+    _SHAPES[id(sizes)] = shape
+    return sizes, tl.constexpr(math.prod(shape))
 
 
 @cache
@@ -38,19 +45,36 @@ def _checked(shape: tuple[int, ...], element: str) -> tuple[str, tl.tuple, int]:
     """A block's `name`, `shape` and `numel`."""
     if not shape:
         raise TypeError("a block has at least one dimension")
-    return f"<{shape}, {element}>", tl.tuple(shape), validate_block_shape(shape)
+    sizes = tl.tuple(shape)
+    _SHAPES[id(sizes)] = shape
+    return f"<{shape}, {element}>", sizes, validate_block_shape(shape)
+
+
+@cache
+def _joined(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape to which both are broadcast; None: there is none."""
+    try:
+        return np.broadcast_shapes(left, right)
+    except ValueError:
+        return None
 
 
 def _block(self: tl.block_type, element_ty: tl.dtype, shape: object) -> None:
     """In place of `tl.block_type.__init__`."""
     self.element_ty = element_ty
-    self.name, self.shape, self.numel = _checked(tuple(_integers(shape)), element_ty.name)
+    self.name, self.shape, self.numel = _checked(_shape_of(shape), element_ty.name)
 
 
 def _tensor(self: tl.tensor, handle: object, type: tl.dtype) -> None:
     """In place of `tl.tensor.__init__`."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _sizes(tuple(type.shape.values) if type.is_block() else ())
+    self.shape, self.numel = _sizes(_shape_of(type.shape) if type.is_block() else ())
+
+
+def _shape_of(shape: object) -> tuple[int, ...]:
+    """The integers of a shape, of which most are known."""
+    known = _SHAPES.get(id(shape))
+    return tuple(_integers(shape)) if known is None else known
 
 
 def _integers(shape: object) -> list[object]:
@@ -98,6 +122,7 @@ def interpreted_quickly() -> Iterator[None]:
     broadcast, convert = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
     patch, type_of = interpreter._patch_lang, interpreter._get_np_dtype
     call, tensor, block = interpreter.InterpretedFunction.__call__, tl.tensor.__init__, tl.block_type.__init__
+    expand = TritonSemantic.expand_dims
 
     def patch_all(fn: object) -> object:
         """At a launch: also the functions that only device functions call."""
@@ -112,14 +137,37 @@ def interpreted_quickly() -> Iterator[None]:
         except Exception as error:
             raise InterpreterError(repr(error)) from error
 
-    plain, constants = frozenset(map(id, PLAIN)), {}
+    plain, offsets, constants = frozenset(map(id, PLAIN)), frozenset(map(id, (tl.int32, tl.int64))), {}
+
+    def broadcast_by_numpy(self: object, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        """The operands of an elementwise operator, whose types get one shape; their data get it when NumPy computes."""
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        shape = _joined(_shape_of(lhs.shape), _shape_of(rhs.shape))
+        if shape is None or not (is_computed_with(lhs) and is_computed_with(rhs)):
+            return broadcast(self, lhs, rhs)
+        return tuple(x if _shape_of(x.shape) == shape else tl.tensor(x.handle, tl.block_type(x.dtype, shape)) for x in (lhs, rhs))
+
+    def is_computed_with(x: tl.tensor) -> bool:
+        """Whether an array is of its tensor's type: of a comparison of scalars it is not."""
+        return x.handle.data.dtype == numpy_type(x.dtype)
+
+    def expanded(self: object, x: tl.tensor, axis: int) -> tl.tensor:
+        if not x.type.is_block() or axis < 0:
+            return expand(self, x, axis)
+        shape = _shape_of(x.shape)
+        shape = (*shape[:axis], 1, *shape[axis:])
+        handle = interpreter.TensorHandle(x.handle.data.reshape(shape), x.handle.dtype.scalar)
+        return tl.tensor(handle, tl.block_type(x.dtype, shape))
 
     def checked_operands(self: object, lhs: object, rhs: object, *rest: bool, **named: bool) -> tuple[tl.tensor, tl.tensor]:
         """Types and shapes are looked at where they differ, and for each number and type of the other operand once."""
         blocks = (type(lhs) is tl.tensor, type(rhs) is tl.tensor)
         if blocks == (True, True):
             if lhs.dtype is rhs.dtype and id(lhs.dtype) in plain:
-                return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+                return broadcast_by_numpy(self, lhs, rhs)
+            if rest == (True, True) and lhs.dtype.is_ptr() and id(rhs.dtype) in offsets:
+                return broadcast_by_numpy(self, lhs, rhs)
             return operands(self, lhs, rhs, *rest, **named)
         block, number = (lhs, rhs) if blocks[0] else (rhs, lhs)
         # zero has two signs, which are equal
@@ -147,7 +195,7 @@ def interpreted_quickly() -> Iterator[None]:
         return x if x.dtype is dtype else convert(self, x, dtype, *rest, **named)
 
     def value_of(x: object) -> object:
-        return x if type(x) in VALUES else unwrap(x)
+        return x if type(x) in VALUES else x.value if type(x) is tl.constexpr else unwrap(x)
 
     def is_type(self: tl.dtype, other: object) -> bool:
         return self.name == other.name if isinstance(other, tl.dtype) else equal(self, other)
@@ -159,6 +207,7 @@ def interpreted_quickly() -> Iterator[None]:
         return type_of(element) if element.is_ptr() else known(element)  # types of pointers and of blocks have no hash
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_all, numpy_type
+    TritonSemantic.expand_dims = expanded
     interpreter.InterpretedFunction.__call__, tl.tensor.__init__ = call_as_patched, _tensor
     tl.block_type.__init__, TritonSemantic.binary_op_sanitize_overflow_impl = _block, _refuse_overflow
     TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_others, cast_others
@@ -169,6 +218,7 @@ def interpreted_quickly() -> Iterator[None]:
         yield
     finally:
         interpreter._patch_lang, interpreter._get_np_dtype = patch, type_of
+        TritonSemantic.expand_dims = expand
         interpreter.InterpretedFunction.__call__, tl.tensor.__init__ = call, tensor
         tl.block_type.__init__, TritonSemantic.binary_op_sanitize_overflow_impl = block, overflow
         TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast, convert
