@@ -488,7 +488,7 @@ def retired(name, text, words=WORDS, names=NAMES):
     written = set(re.findall(r"\w+", text))  # searching for each name, or reading tokens, takes long
     asked = {w for files, ws in words.values() if any(fnmatch.fnmatch(name, f) for f in files) for w in ws}
     found = asked & written
-    parts = {w for w in asked if not w.isidentifier() and set(re.findall(r"\w+", w)) <= written}
+    parts = {w for w in asked if not w.isidentifier() and w in text}
     found |= {w for w in parts if re.search(rf"(?<!\w){re.escape(w)}(?!\w)", text)}
     if name.endswith(".py"):
         entries = [entry for part in names.values() for entry in part]
