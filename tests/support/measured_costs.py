@@ -233,15 +233,17 @@ def measure(form):
             return func(*args, **(kwargs or {}))
 
     class Living(Sent):
-        """Also knows which tensors made within it still live."""
+        """Also knows which tensors made within it still live, as long as it watches."""
 
         def __init__(self):
             super().__init__()
-            self.made = {}
+            self.made, self.watches = {}, True
             gc.freeze()  # what there is was not made within it, and need not be looked at when it is asked
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = super().__torch_dispatch__(func, types, args, kwargs)
+            if not self.watches:
+                return result
             for x in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
                 if isinstance(x, torch.Tensor):
                     storage = x.untyped_storage()
@@ -460,6 +462,7 @@ def measure(form):
             schedule = StepSchedule(training.segments, together)
             runner = MicrobatchRunner(model, [read], 1.0, schedule, lanes, model.forward_context)
             for n, operation in enumerate(schedule.operations(mesh.pipeline_rank, run.layout.pipeline, 1)):
+                living.watches = n <= together + 1  # later ones are only asked what they send
                 runner.run_operation(operation)
                 for channel in model.link.channels.values() if model.link is not None else ():
                     channel.flush()  # a thread lets go of what has left, some time later
