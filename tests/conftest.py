@@ -52,6 +52,11 @@ FIRST = (
     "tests/training/test_long_context.py",
     "tests/training/test_sequence_parallel.py",
     "tests/launcher/test_profile.py",
+    "tests/training/test_generation.py",
+    "tests/training/test_anomalies.py",
+    "tests/training/test_offload_kv.py",
+    "tests/training/test_checkpoint.py",
+    "tests/training/test_replica_check.py",
 )
 """Groups in the order in which they are begun: those that take longest, which `make test` names at its end, so that the workers
 finish together. All others come after them."""
