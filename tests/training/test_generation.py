@@ -205,14 +205,15 @@ def test_attention_writes_what_reading_all_again_would(window, lengths, monkeypa
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "whole"])
-def test_room_for_keys_is_used_again_by_a_batch_that_fits(kind):
+def test_room_for_keys_is_used_again_by_a_batch_that_fits(kind, monkeypatch):
+    monkeypatch.setattr(prompts_module, "_ROWS", 32)
     model, words = language_model(model_of(kind), seed=2), {"vocab_size": 61, "stop": None, "sampling": Sampling(0.9)}
     _, writes = comparing(model, words)
-    writes(prompts_of((40, 3)), 30, 1)
-    writes(prompts_of((2, 7)), 30, 1)
-    writes(prompts_of((40, 100)), 30, 2)
-    writes(prompts_of((1, 1)), 129, 2)
-    writes(prompts_of((1, 1)), 300, 3)
+    writes(prompts_of((20, 3)), 20, 1)
+    writes(prompts_of((2, 7)), 20, 1)
+    writes(prompts_of((20, 50)), 20, 2)
+    writes(prompts_of((1, 1)), 65, 2)
+    writes(prompts_of((1, 1)), 150, 3)
 
 
 def test_much_more_room_than_a_batch_needs_is_not_used_again():
