@@ -48,6 +48,9 @@ At this budget most of the differences are when a model begins to copy from its 
 short convolutions before the recurrence, later for attention, last for GLA and GSA, whose layers have neither convolutions nor
 positions. More tokens would bring them nearer to each other; which family is better at many tokens, these runs do not say.
 
+B'MOJO as its paper has it, `fading_norm: false`, diverged at 0.001 after 283 steps (`benchmarks/results/shoot_out_bmojo.log`); the
+run above has the default, which divides the fading tokens by their root mean square.
+
 `python benchmarks/shoot_out_text.py TEXT && python benchmarks/shoot_out.py --text TEXT --folder FOLDER --only NAME` trains one of
 them again. The records, with the whole curves, are in `benchmarks/results/shoot_out/`.
 """
