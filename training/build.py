@@ -10,6 +10,7 @@ import torch.distributed as dist
 from baton.models import stages
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
+from baton.models.settings import kinds
 from baton.parallel import zero
 from baton.parallel.context_parallel import ContextLink, add_gather
 from baton.parallel.mesh import Mesh
@@ -100,12 +101,13 @@ def model_fingerprint(config: ModelConfig) -> str:
     """
     values = config.model_dump(mode="json", exclude={"loss_chunk"}, exclude_defaults=True)
     for name, settings in config.mixers.items():
-        for setting, meant in settings.once.items():
+        # of a kind of one's own all settings are there
+        for setting, meant in settings.once.items() if settings.kind in kinds() else ():
             value = getattr(settings, setting)
             values["mixers"][name].pop(setting, None)
             values["mixers"][name] |= {} if value == meant else {setting: value}
-    kinds = {name: settings.kind for name, settings in config.mixers.items()}
-    return hashlib.sha256(json.dumps([kinds, values], sort_keys=True).encode()).hexdigest()
+    named = {name: settings.kind for name, settings in config.mixers.items()}
+    return hashlib.sha256(json.dumps([named, values], sort_keys=True).encode()).hexdigest()
 
 
 def make_deterministic(training: TrainingConfig) -> None:

@@ -3,10 +3,12 @@
 import json
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from support.presets import presets
 
+from baton.models import settings
 from baton.models.config import ModelConfig
 from baton.models.settings import SMALL_WIDTH, kinds
 from baton.training.build import model_fingerprint
@@ -33,6 +35,21 @@ def test_a_model_of_before_a_default_changed_has_the_fingerprint_that_it_had():
     # as they were when false was the default
     assert fingerprint(False).startswith("31a66bf285fc066b")
     assert fingerprint(True).startswith("d0faaeed0090a451")
+
+
+def test_a_kind_of_ones_own_made_of_batons_has_the_fingerprint_that_it_had(monkeypatch):
+    """All its settings are in it, also those that mean what they meant once."""
+    monkeypatch.setattr(settings, "_KINDS", {**kinds(), **settings._KINDS})
+
+    class Mine(kinds()["bmojo"]):
+        kind: Literal["mine"] = "mine"
+
+    def fingerprint(fading_norm):
+        mixers = {"mine": {"fading_norm": fading_norm, "head_dim": 4}}
+        return model_fingerprint(ModelConfig(d_model=16, n_layers=2, vocab_size=32, pattern=["mine"], mixers=mixers))
+
+    assert fingerprint(False).startswith("cd7e398a2eedfae7")
+    assert fingerprint(True).startswith("f12b1f6357a32f90")
 
 
 def other_value(value):
