@@ -21,8 +21,8 @@ from baton.data_pipeline.written_by import PACKAGE, own_version
 from baton.launcher.errors import ConfigError
 from baton.launcher.jobs_config import JobsConfig
 from baton.launcher.validation import first_problem
-from baton.launcher.yaml_file import parse_yaml, read_yaml
-from baton.models.config import ModelConfig
+from baton.launcher.yaml_file import parse_yaml, read_yaml_and_text
+from baton.models.config import ModelConfig, with_settings_of_once
 from baton.models.settings import import_kinds
 from baton.models.stages import partition_layers
 from baton.parallel.config import LayoutConfig, divisors
@@ -33,6 +33,9 @@ from baton.training.monitoring.config import ProfileConfig
 
 WRITTEN_BY = f"# resolved by {PACKAGE} "
 """How the first line of a resolved configuration begins; the version follows."""
+
+IMPORTED = "by `baton import`"
+"""How the first line of a model's settings ends that were read from another library's folder; all settings follow."""
 
 
 def resolved_by(text: str) -> str | None:
@@ -246,13 +249,18 @@ class RunConfig(BaseModel):
         return True
 
 
-def load(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+def load(path: str | Path, overrides: list[str] | None = None, *, resolved: bool = False) -> RunConfig:
     """Reads a run file, applies key=value overrides, resolves and checks it. Raises ConfigError with one line.
+
+    A resolved configuration means what it meant to the version that wrote it, as in `run_directory.read_config`. resolved: it is
+    one, whether or not its first line says so.
 
     A training.micro_batch_size that does not divide a data rank's sequences is reduced to the next size that does, with a note on
     stderr.
     """
-    values = read_yaml(Path(path))
+    text, values = read_yaml_and_text(Path(path))
+    if "model" in values and (resolved or resolved_by(text) is not None):
+        values["model"] = with_settings_of_once(values["model"])
     for word in overrides or []:
         key, separator, text = word.partition("=")
         if not separator or not key:
@@ -352,7 +360,9 @@ def _resolve_model(value: Any, where: str) -> Any:
     if value in names:
         return parse_yaml((shipped / f"{value}.yaml").read_text(encoding="utf-8"))
     if value.endswith((".yaml", ".yml")):
-        return read_yaml(Path(value))
+        text, settings = read_yaml_and_text(Path(value))
+        first = text.partition("\n")[0].rstrip()
+        return with_settings_of_once(settings) if first.startswith("#") and first.endswith(IMPORTED) else settings
     if (Path(value) / "config.json").exists():
         raise ConfigError(f"{where}: model: {value} is a model's folder; `baton import {value} --out NAME` makes a NAME.yaml of it")
     close = difflib.get_close_matches(value, names, n=1)

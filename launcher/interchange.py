@@ -23,6 +23,7 @@ from baton.data_pipeline.sentencepiece_tokenizer import SentencePieceTokenizer
 from baton.data_pipeline.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, tokenizer_files
 from baton.data_pipeline.tokenizer_json import as_tokenizer_json, tokenizer_config
 from baton.data_pipeline.written_by import by_another, own_version
+from baton.launcher.config import IMPORTED
 from baton.launcher.errors import ConfigError
 from baton.launcher.inputs import with_known_vocabulary
 from baton.launcher.model_card import model_card
@@ -166,7 +167,7 @@ def import_model(
             model, weights_of_model = convert(model, weights_of_model, to, keep_attention)
         except InterchangeError as error:
             raise ConfigError(f"{folder}: {error}") from None
-    text = f"# {library}, read from {folder.resolve().name} by `baton import`\n"
+    text = f"# {library}, read from {folder.resolve().name} {IMPORTED}\n"
     text += yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -36,8 +36,14 @@ def parse_yaml(text: str) -> Any:
 
 def read_yaml(path: Path, of: str = "") -> dict[str, Any]:
     """The keys and values of a file. of: comes before "expected keys and values" in the error. Raises ConfigError with one line."""
+    return read_yaml_and_text(path, of)[1]
+
+
+def read_yaml_and_text(path: Path, of: str = "") -> tuple[str, dict[str, Any]]:
+    """The same, and its text, which has comments: a pipe can be read only once."""
     try:
-        values = parse_yaml(read_text(path))
+        text = read_text(path)
+        values = parse_yaml(text)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -46,4 +52,4 @@ def read_yaml(path: Path, of: str = "") -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: {of}expected keys and values")
-    return values
+    return text, values

@@ -63,7 +63,7 @@ def with_settings_of_once(model: Any) -> Any:
     own = {
         name: {**kinds()[mixer["kind"]].once, **mixer}
         for name, mixer in mixers.items()
-        if isinstance(mixer, dict) and mixer.get("kind") in kinds()
+        if isinstance(mixer, dict) and isinstance(mixer.get("kind"), str) and mixer["kind"] in kinds()
     }
     return {**model, "mixers": {**mixers, **own}}
 

@@ -116,7 +116,7 @@ def _new_config(run: Path, out: Path, overrides: Sequence[str]) -> Any:
     keys = [word.partition("=")[0] for word in overrides]
     if "directory" in keys:
         raise ConfigError("directory=... is what --out says; leave it out")
-    config = load(run / "config.yaml", list(overrides))
+    config = load(run / "config.yaml", list(overrides), resolved=True)
     if config.training.compute_dtype is None:  # as everywhere, what the run began with
         config = config.with_compute_dtype(read_config(run / "config.yaml").compute_dtype)
     own: dict[str, Any] = {"directory": str(out.absolute())}

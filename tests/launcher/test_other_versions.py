@@ -28,6 +28,7 @@ from baton.launcher.run_directory import (
     read_config,
 )
 from baton.models.interchange.remote.export import BatonFamily
+from baton.models.settings import kinds
 from baton.training.monitoring.event_log import read_events
 from baton.training.monitoring.goodput import compute_goodput
 from baton.training.monitoring.metrics import read_metrics, truncate_metrics
@@ -144,9 +145,37 @@ def test_what_an_earlier_version_did_not_know_means_what_its_models_meant(run):
     (run / "config.yaml").write_text(yaml.safe_dump(values))
     then = read_config(run / "config.yaml")
     assert [str(change) for change in changes(then, now)] == ["model.mixers.bmojo.fading_norm: False -> True"]
+    assert load(run / "config.yaml", resolved=True) == then
+    (run / "config.yaml").write_text(f"# resolved by baton-lm 0.0.1\n{yaml.safe_dump(values)}")
+    assert load(run / "config.yaml") == then
+    section = run / "section.yaml"
+    for first, meant in (("# bf, read from a folder by `baton import`", False), ("# mine", True)):
+        section.write_text(f"{first}\n{yaml.safe_dump(values['model'])}")
+        assert load(run / "config.yaml", [f"model={section}"]).model.mixers["bmojo"].fading_norm is meant
     exported = BatonFamily().config(now.model)
     del exported["baton"]["mixers"]["bmojo"]["fading_norm"]
     assert not BatonFamily().model(exported)["mixers"]["bmojo"]["fading_norm"]
+
+
+@pytest.mark.parametrize("kind", [["bmojo"], {"bmojo": 1}, None], ids=str)
+def test_a_kind_that_is_no_name_is_refused(run, kind):
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    next(iter(values["model"]["mixers"].values()))["kind"] = kind
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=r"not a resolved run configuration: .*kind"):
+        read_config(run / "config.yaml")
+
+
+def test_a_fork_is_of_what_the_run_meant(run, tmp_path, monkeypatch, capsys):
+    """Also where the configuration does not say which version wrote it."""
+    monkeypatch.chdir(tmp_path)
+    values, out = yaml.safe_load((run / "config.yaml").read_text()), tmp_path / "fork"
+    assert values["model"]["mixers"]["mamba"].pop("discretization") == "euler"
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.setattr(kinds()["mamba"], "once", {"discretization": "zoh"})
+    assert main(["fork", str(run), "--out", str(out), "training.steps=1000"]) == 0
+    assert "discretization" not in capsys.readouterr().out
+    assert read_config(out / "config.yaml").model.mixers["mamba"].discretization == "zoh"
 
 
 def test_records_of_a_later_version_are_passed_over(run):
