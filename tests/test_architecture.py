@@ -385,7 +385,7 @@ KERNEL_FILES = {"triton_kernels", "triton_forward", "triton_backward", "triton_c
 # what a folder has besides; other files with kernels are NAME_kernels.py, and what launches them NAME_launch.py
 OTHER_FILES = {
     "diagonal_scan": {"channel_reduce"},
-    "eidetic_attention": {"launch_config", "topk_memory"},
+    "eidetic_attention": {"launch_config", "one_token", "topk_memory"},
     "gated_linear_attention": {"chunk_math", "launch_args"},
     "lattice": {"chunk_kernel_utils", "qr_chunk", "register_tiles", "sequential", "step_loop", "variant"},
     "mamba3": {"arguments", "rotation", "transitions"},
