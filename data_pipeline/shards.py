@@ -26,6 +26,7 @@ import numpy.typing as npt
 from baton.data_pipeline.errors import DataError, is_transient, unreadable
 from baton.data_pipeline.file_io import retry_transient
 from baton.data_pipeline.files import AtomicFile, write_atomically
+from baton.data_pipeline.npz import read_columns
 
 # A dataset's folder: this format, described by DATASET (written last), with what was asked for in PLAN and what was refused in
 # REJECTED.
@@ -79,8 +80,7 @@ class Index:
     def from_bytes(cls, content: bytes, where: str) -> "Index":
         """Read what `save` wrote. where: names the index in the DataError that is raised when it is damaged."""
         try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-                columns = {name: arrays[name] for name in _DTYPES}
+            columns = read_columns(io.BytesIO(content), _DTYPES)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(f"the index {where} is damaged ({error}); restore it, or prepare the dataset again") from error
         widths = {**_DTYPES, "ids": f"S{max(32, columns['ids'].dtype.itemsize)}"}  # longer ones are of others' shards
@@ -93,9 +93,7 @@ class Index:
         """One int64 column of a file that `save` wrote, with its CRC32 checked. Raises DataError."""
 
         def read() -> Int64:
-            with np.load(path, allow_pickle=False) as arrays:
-                column: Int64 = arrays[name]
-                return column
+            return read_columns(path, [name])[name]
 
         try:
             found: Int64 = retry_transient(read)
@@ -298,8 +296,7 @@ class UnitIndex:
     def from_bytes(cls, content: bytes, where: str) -> Self:
         """What `to_bytes` made. Raises DataError when it is damaged."""
         try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-                columns = {name: arrays[name] for name in _UNIT_DTYPES}
+            columns = read_columns(io.BytesIO(content), _UNIT_DTYPES)
         except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(f"{where} is damaged ({error}); {_REMEDY}") from error
         units, names, indexes, counts, starts = columns.values()
