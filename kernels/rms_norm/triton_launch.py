@@ -101,7 +101,8 @@ class _RMSNorm(torch.autograd.Function):
             x, weight, scale, dy, dy if dstream is None else dstream.contiguous(), dx, dadded, shares, rows,
             HAS_DSTREAM=dstream is not None, ADD=own, SILU=ctx.silu, FROM_Y=ctx.from_y, BLOCKS=ctx.blocks, **sizes,
         )  # fmt: skip
-        return dx, shares.sum(0), None if ctx.added is None else dadded, *(None,) * 5
+        dweight = shares.sum(0) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None if ctx.added is None else dadded, *(None,) * 5
 
 
 class _SplitRMSNorm(torch.autograd.Function):
@@ -136,4 +137,4 @@ class _SplitRMSNorm(torch.autograd.Function):
         _kernels.rms_norm_split_backward_kernel[(-(-rows // sizes["BR"]),)](
             x, weight, squares, along, dy, dx, *given, SILU=ctx.silu, **sizes
         )
-        return dx, shares.sum(0), *(None,) * 6
+        return dx, shares.sum(0) if ctx.needs_input_grad[1] else None, *(None,) * 6
