@@ -1,14 +1,16 @@
 """B'MOJO's attention of one token a sequence, in decoding: as `chunked`, of which it is the case of one token, but the State is
 written over, and keys and values of the window and of fading tokens have rows in turn (`StateSpec.tail`), so that nothing is moved.
 
-Shape suffixes: B batch, E eidetic entries, M memory rows (eidetic, then fading), J rows, G key heads, K dim.
+Shape suffixes: B batch, M memory rows (eidetic, then fading), J rows, G key heads, K dim.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.common.attention_tails import masked_attention
 from baton.kernels.eidetic_attention.chunked import TAILS, Options
+from baton.kernels.eidetic_attention.topk_memory import gather_rows, topk
 from baton.kernels.protocol import Inputs, State
 
 
@@ -78,26 +80,10 @@ def _publish(options: Options, at_B: Tensor, before_B: Tensor, state: State) -> 
 
 
 def _remember(k: Tensor, v: Tensor, score_B1: Tensor, at_B: Tensor, state: State) -> None:
-    """Puts the token among the entries, behind the others, if there is room or if an entry has a smaller score: of the smallest
-    the youngest goes. As `topk_memory.topk` chooses."""
-    score_BE, where_BE = state["score"], state["where"]
-    score_B1 = score_B1.to(score_BE.dtype)
-    entries = score_BE.shape[1]
-    at_E = torch.arange(entries, device=at_B.device)
-    valid_BE = (where_BE >= 0) & (at_B > 0)[:, None]
-    count_B1 = valid_BE.sum(dim=1, keepdim=True)
-    full_B1 = count_B1 == entries
-    least_B1 = score_BE.masked_fill(~valid_BE, torch.inf).amin(dim=1, keepdim=True)
-    youngest_B1 = torch.where(valid_BE & (score_BE == least_B1), at_E, -1).amax(dim=1, keepdim=True)
-    gone_B1 = torch.where(score_B1 > least_B1, youngest_B1, entries)
-    # the entry that comes to each place; `entries` is the token
-    shifted_BE, filled_BE = at_E + (at_E >= gone_B1), torch.where(at_E == count_B1, entries, at_E)
-    from_BE = torch.where(full_B1, shifted_BE, filled_BE)
-    empty_BE = at_E > count_B1
-    score_BE.copy_(torch.cat((score_BE, score_B1), dim=1).gather(1, from_BE).masked_fill(empty_BE, 0.0))
-    where_BE.copy_(torch.cat((where_BE, at_B[:, None]), dim=1).gather(1, from_BE).masked_fill(empty_BE, -1))
-    is_token, lanes_B1 = (from_BE == entries)[:, :, None, None], torch.arange(len(at_B), device=at_B.device)[:, None]
-    for name, x in (("best_k", k), ("best_v", v)):
-        best = state[name]
-        kept = best[lanes_B1, from_BE.clamp(max=entries - 1)]
-        best.copy_(torch.where(is_token, x.to(best.dtype), kept).masked_fill(empty_BE[:, :, None, None], 0.0))
+    """Puts the token among the entries if there is room, or if an entry has a smaller score."""
+    entries = state["score"].shape[1]
+    counted_BJ = F.pad((at_B > 0)[:, None].expand(-1, entries), (0, 1), value=True)  # none of another document
+    best = topk(entries, state["score"], state["where"], score_B1.to(state["score"].dtype), at_B[:, None], counted_BJ)
+    best_k, best_v = gather_rows([(state["best_k"], k), (state["best_v"], v)], best.rows, best.valid)
+    for name, x in (("best_k", best_k), ("best_v", best_v), ("score", best.score), ("where", best.where)):
+        state[name].copy_(x)
