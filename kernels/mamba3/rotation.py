@@ -19,7 +19,8 @@ from torch.nn.functional import pad
 from baton.kernels.common.autocast import without_autocast
 from baton.kernels.compile.aot import on_gpu
 
-_CHUNK = 64
+CHUNK = 64
+"""Tokens whose sums are computed together."""
 
 
 def rotated(
@@ -68,27 +69,44 @@ def sums_in_documents(x: Tensor, pos_BT: Tensor | None, *, backward: bool = Fals
     A matrix product sums in chunks, and the chunks' last tokens (first ones, backwards) are summed likewise: a document's sums have
     nothing of other documents', not even a rounding.
     """
-    length, behind = x.shape[1], -x.shape[1] % _CHUNK
-    if pos_BT is None:
-        pos_BT = torch.arange(1, length + 1, device=x.device)[None]
-    pos_BCL, x_BCLF = pad(pos_BT, (0, behind)).unflatten(1, (-1, _CHUNK)), x.flatten(2)
-    x_BCLF = (pad(x_BCLF, (0, 0, 0, behind)) if behind else x_BCLF).unflatten(1, (-1, _CHUNK))
-    at_L = torch.arange(_CHUNK, device=x.device)
+    length, behind = x.shape[1], -x.shape[1] % CHUNK
+    pos_BCL, x_BCLF = chunked_positions(pos_BT, x), x.flatten(2)
+    x_BCLF = (pad(x_BCLF, (0, 0, 0, behind)) if behind else x_BCLF).unflatten(1, (-1, CHUNK))
+    at_L = torch.arange(CHUNK, device=x.device)
     distance_LL = at_L[:, None] - at_L
     seen_BCLL = ((distance_LL >= 0) & (distance_LL <= pos_BCL[..., None])).to(x.dtype)
     with without_autocast(x):
         sums_BCLF = (seen_BCLL.mT if backward else seen_BCLL) @ x_BCLF
-    if length > _CHUNK:
-        edge = 0 if backward else -1
-        # of a document that reaches n chunks back, n edges
-        edges_BCF = sums_in_documents(sums_BCLF[:, :, edge], pos_BCL[:, :, edge] // _CHUNK, backward=backward)
-        if backward:
-            edges_BCF = pad(edges_BCF[:, 1:], (0, 0, 0, 1))
-            apart_BCL = pad(pos_BCL[:, 1:, 0], (0, 1))[..., None] < _CHUNK - at_L
-        else:
-            edges_BCF, apart_BCL = pad(edges_BCF[:, :-1], (0, 0, 1, 0)), pos_BCL <= at_L
-        sums_BCLF = sums_BCLF + edges_BCF[:, :, None].masked_fill(apart_BCL[..., None], 0.0)
+    if length > CHUNK:
+        arriving_BCF, apart_BCL = arriving_sums(sums_BCLF[:, :, 0 if backward else -1], pos_BCL, backward=backward)
+        sums_BCLF = sums_BCLF + arriving_BCF[:, :, None].masked_fill(apart_BCL[..., None], 0.0)
     return sums_BCLF.flatten(1, 2)[:, :length].view(x.shape)
+
+
+def chunked_positions(pos_BT: Tensor | None, like: Tensor) -> Tensor:
+    """Positions in chunks, [B, C, L], of a piece as long as `like` [B, T, ...]. None: it is inside one document."""
+    if pos_BT is None:
+        pos_BT = torch.arange(1, like.shape[1] + 1, device=like.device)[None]
+    return pad(pos_BT, (0, -like.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
+
+
+def arriving_sums(edges: Tensor, pos_BCL: Tensor, *, backward: bool) -> tuple[Tensor, Tensor]:
+    """What the sums of `sums_in_documents` have of other chunks, from each chunk's own sums at its last token, or backwards at
+    its first.
+
+    Args:
+        edges: these sums, [B, C, ...].
+        pos_BCL: as `chunked_positions`.
+
+    Returns:
+        for each chunk [B, C, ...], and to which of its tokens that does not belong, [B, C, L].
+    """
+    # of a document that reaches n chunks back, n edges
+    sums = sums_in_documents(edges, pos_BCL[:, :, 0 if backward else -1] // CHUNK, backward=backward)
+    at_L, zeros = torch.arange(CHUNK, device=edges.device), (0, 0) * (edges.ndim - 2)
+    if backward:
+        return pad(sums[:, 1:], (*zeros, 0, 1)), pad(pos_BCL[:, 1:, 0], (0, 1))[..., None] < CHUNK - at_L
+    return pad(sums[:, :-1], (*zeros, 1, 0)), pos_BCL <= at_L
 
 
 class _Rotated(torch.autograd.Function):

@@ -17,6 +17,7 @@ from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.head_scale import head_scale
 from baton.kernels.mamba3.rotation import rotated, turned
 from baton.kernels.mamba3.transitions import written
+from baton.kernels.mamba3.triton_launch import output_triton, rotated_triton, use_triton
 from baton.kernels.protocol import State
 
 
@@ -26,7 +27,11 @@ def mamba3_torch(
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.mamba3`, which checks the arguments."""
     dtype = state_dtype(x, B, C, dt, g, lam, theta, B_bias, C_bias, D)
-    next_BTHN, first_BHN, k_BTHN, own_BTH, cos_BHR, sin_BHR = rotated(B, C, dt, theta, B_bias, C_bias, pos, dtype)
+    on_gpu = use_triton(x, dtype)
+    if on_gpu:
+        next_BTHN, first_BHN, k_BTHN, own_BTH, cos_BHR, sin_BHR = rotated_triton(B, C, dt, theta, B_bias, C_bias, pos)
+    else:
+        next_BTHN, first_BHN, k_BTHN, own_BTH, cos_BHR, sin_BHR = rotated(B, C, dt, theta, B_bias, C_bias, pos, dtype)
     dt_BTH, lam_BTH, decay_BTH = dt.to(dtype), lam.to(dtype), g.to(dtype).exp()
     after_BTH, before_BTH = lam_BTH * dt_BTH, (1 - lam_BTH) * dt_BTH
     if pos is not None:
@@ -37,13 +42,17 @@ def mamba3_torch(
     if initial_state is not None:
         S_BHNP = initial_state["h"] + before_BTH[:, 0, :, None, None] * written(initial_state["k"], initial_state["x"])
     read_BTHP, last_BHNP = gated_linear_attention(next_BTHN, k_BTHN, v_BTHP, g, gate="scalar", pos=pos, initial_state=S_BHNP)
-    read_BTHP = pad(read_BTHP[:, :-1].to(dtype), (0, 0, 0, 0, 1, 0))
-    if S_BHNP is not None:
-        # no matrix product, which autocast would round
-        first_BHP = (first_BHN[..., None] * S_BHNP).sum(2)
-        read_BTHP = read_BTHP + pad(first_BHP[:, None], (0, 0, 0, 0, 0, x.shape[1] - 1))
-    y_BTHP = decay_BTH[..., None] * read_BTHP + (after_BTH * own_BTH + D.to(dtype))[..., None] * x
+    # no matrix product, which autocast would round
+    first_BHP = None if S_BHNP is None else (first_BHN[..., None] * S_BHNP).sum(2)
+    skip_BTH = after_BTH * own_BTH + D.to(dtype)
+    if on_gpu:
+        y_BTHP = output_triton(read_BTHP, x, decay_BTH, skip_BTH, first_BHP)
+    else:
+        read_BTHP = pad(read_BTHP[:, :-1].to(dtype), (0, 0, 0, 0, 1, 0))
+        if first_BHP is not None:
+            read_BTHP = read_BTHP + pad(first_BHP[:, None], (0, 0, 0, 0, 0, x.shape[1] - 1))
+        y_BTHP = (decay_BTH[..., None] * read_BTHP + skip_BTH[..., None] * x).to(x.dtype).contiguous()
     last_BHNP = turned(last_BHNP.transpose(2, 3), cos_BHR[:, :, None], -sin_BHR[:, :, None]).transpose(2, 3)
     last_k_BHN = B[:, -1].to(dtype).repeat_interleave(x.shape[2] // B.shape[2], 1) + B_bias
     last_x_BHP = x[:, -1].to(dtype).clone(memory_format=torch.contiguous_format)
-    return y_BTHP.to(x.dtype).contiguous(), {"h": last_BHNP.contiguous(), "k": last_k_BHN.contiguous(), "x": last_x_BHP}
+    return y_BTHP, {"h": last_BHNP.contiguous(), "k": last_k_BHN.contiguous(), "x": last_x_BHP}

@@ -106,6 +106,7 @@ def kernels(arch):
     yield from _gated_norm_kernels()
     yield from _scale_kernels()
     yield from _rotary_kernels()
+    yield from _mamba3_kernels()
     yield from _loss_kernels()
     yield from _embedding_kernels()
     yield from _adamw_kernels()
@@ -658,6 +659,30 @@ def _rotary_kernels():
         warps, types = sizes.pop("num_warps"), dict.fromkeys(("cos", "sin"), "fp32")
         yield f"{name} forward", triton_kernels.rotary_kernel, {**sizes, "BACK": False}, warps, types
         yield f"{name} backward", triton_kernels.rotary_kernel, {**sizes, "BACK": True}, warps, types
+
+
+def _mamba3_kernels():
+    """With the heads and states of Mamba-3 at 1.5B, of which half turn."""
+    from baton.kernels.mamba3 import triton_kernels
+    from baton.kernels.mamba3.rotation import CHUNK
+    from baton.kernels.mamba3.triton_launch import WARPS, block_pairs, output_sizes
+
+    low = ("B", "C", "k", "next_q", "dnext", "dk", "dB", "dC", "read", "x", "y", "dy", "dread", "dx")
+    sizes = {"R": 32, "H": 64, "HAS_POS": True, "L": CHUNK, "P": block_pairs(128)}
+    turned = {**sizes, "N": 128, "S": 64, "EARLIER": True}
+    forms = {
+        "angles": (triton_kernels.mamba3_angle_edges_kernel, sizes),
+        "rotation": (triton_kernels.mamba3_rotate_kernel, turned),
+        "rotation, backward": (triton_kernels.mamba3_rotate_backward_kernel, turned),
+    }
+    output = output_sizes(64, 64) | {"HAS_FIRST": True}
+    forms["output"] = (triton_kernels.mamba3_output_kernel, output)
+    forms["output, backward"] = (triton_kernels.mamba3_output_backward_kernel, output)
+    for name, (kernel, constants) in forms.items():
+        types = dict.fromkeys(set(kernel.arg_names) - {*low, "pos", "T"}, "fp32") | {"edges": "fp32", "arriving": "fp64"}
+        types |= {"edges": "fp64"} if name == "angles" else {}
+        types |= {arg: "=i32" for arg in kernel.arg_names if arg.endswith(("_batch", "_row", "_head")) or arg == "rows"}
+        yield f"mamba3 {name}", kernel, dict(constants), constants.get("num_warps", WARPS), types
 
 
 def _loss_kernels():

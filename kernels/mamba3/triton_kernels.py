@@ -1,0 +1,272 @@
+"""Queries and keys of Mamba-3, turned, and its outputs, in Triton: forward and backward.
+
+Shape suffixes: B batch, T time, C chunks of L tokens, G groups, H heads (S of a group), N d_state, R pairs of states that turn, P
+pairs of a block, D head_dim.
+
+Angles are sums over the tokens of a document. A tile sums within its chunk; what the chunks before have of the chunk's first
+document is added (`arriving`). Entries 2 r and 2 r + 1 of N are a pair, and the pairs behind the first R turn by nothing.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+QUARTERS = tl.constexpr(2 / math.pi)  # of a turn, in a radian
+
+
+@triton.jit
+def sums_in_chunk(x, document, documents, HAS_POS: tl.constexpr, BACKWARDS: tl.constexpr):
+    """Sums of x [L, P] over the tokens of the same document up to each, or from it on. document: of each token, by its number."""
+    if HAS_POS:
+        found = tl.zeros_like(x)
+        for one in range(documents):
+            own = (document == one)[:, None]
+            found = tl.where(own, tl.cumsum(tl.where(own, x, 0.0), 0, reverse=BACKWARDS), found)
+        return found
+    else:
+        return tl.cumsum(x, 0, reverse=BACKWARDS)
+
+
+@triton.jit
+def documents_of(pos, t, l, T, HAS_POS: tl.constexpr):
+    """Of tokens t their numbers l of a chunk: positions, documents by number, and how many there are."""
+    if HAS_POS:
+        at = tl.load(pos + t, mask=t < T, other=1)
+        document = tl.cumsum(((at == 0) & (l > 0)).to(tl.int32), 0)
+        return at, document, tl.max(document, 0) + 1
+    else:
+        return l + 1, l * 0, 1
+
+
+@triton.jit
+def load_pairs(base, t, row, x, inside, N: tl.constexpr, P: tl.constexpr):
+    """Columns x [2 P] of rows t [L], in float32: the first and the second of each pair, [L, P]."""
+    tile = tl.load(base + t[:, None].to(tl.int64) * row + x[None, :], mask=inside[:, None] & (x < N)[None, :], other=0.0)
+    return tl.split(tl.reshape(tile.to(tl.float32), [t.shape[0], P, 2]))
+
+
+@triton.jit
+def load_vector(base, x, N: tl.constexpr, P: tl.constexpr):
+    """Of [N], in float32: the first and the second of each pair, [1, P]."""
+    return tl.split(tl.reshape(tl.load(base + x, mask=x < N, other=0.0).to(tl.float32), [1, P, 2]))
+
+
+@triton.jit
+def store_pairs(to, t, row, x, inside, N: tl.constexpr, P: tl.constexpr, first, second):
+    """Stores as `load_pairs` loads."""
+    tile = tl.reshape(tl.join(first, second), [t.shape[0], 2 * P])
+    where = to + t[:, None].to(tl.int64) * row + x[None, :]
+    tl.store(where, tile.to(to.dtype.element_ty), mask=inside[:, None] & (x < N)[None, :])
+
+
+@triton.jit
+def store_vector(to, x, N: tl.constexpr, P: tl.constexpr, first, second):
+    """Stores sums over tokens [P] as `load_vector` loads."""
+    tl.store(to + x, tl.reshape(tl.join(first, second), [2 * P]), mask=x < N)
+
+
+@triton.jit
+def cos_sin(angle):
+    """Cosine and sine in float32 of float64 angles: series around the nearest quarter turn, to which float64 reduces angles of many
+    turns. The library's functions do that a second time, with memory for angles that float32 cannot tell apart."""
+    quarters = tl.floor(angle * QUARTERS + 0.5)
+    x = ((angle * QUARTERS - quarters) / QUARTERS).to(tl.float32)
+    z = x * x
+    sin = x + x * z * (-1 / 6 + z * (1 / 120 + z * (-1 / 5040 + z * (1 / 362880))))
+    cos = 1.0 + z * (-1 / 2 + z * (1 / 24 + z * (-1 / 720 + z * (1 / 40320 + z * (-1 / 3628800)))))
+    odd, half = quarters - 2 * tl.floor(quarters / 2), quarters - 4 * tl.floor(quarters / 4)
+    swapped = odd > 0.5
+    found_cos, found_sin = tl.where(swapped, sin, cos), tl.where(swapped, cos, sin)
+    return tl.where((half > 0.5) & (half < 2.5), -found_cos, found_cos), tl.where(half > 1.5, -found_sin, found_sin)
+
+
+@triton.jit
+def angles_of(dt_l, theta_lp, arriving, r, at, l, document, documents, R, HAS_POS: tl.constexpr, EARLIER: tl.constexpr):
+    """Cosine and sine [L, P] of the sums of dt theta, which are float64. arriving: of the chunk and head."""
+    angle = sums_in_chunk(dt_l[:, None] * theta_lp.to(tl.float64), document, documents, HAS_POS, False)
+    if EARLIER:
+        before = tl.load(arriving + r, mask=r < R, other=0.0)[None, :]
+        angle += tl.where((at > l)[:, None], before, 0.0) if HAS_POS else before
+    return cos_sin(angle)
+
+
+@triton.jit
+def mamba3_angle_edges_kernel(
+    dt, theta, pos, edges, T, R, H: tl.constexpr, HAS_POS: tl.constexpr, L: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """The sum of dt theta over the tokens of the document of each chunk's last token, [B, C, H, R] in float64."""
+    h, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    l = tl.arange(0, L)
+    t = n * L + l
+    dt_l = tl.load(dt + (b * T + t) * H + h, mask=t < T, other=0.0).to(tl.float64)
+    seen = t < T
+    if HAS_POS:
+        seen = seen & (L - 1 - l <= tl.load(pos + b * T + tl.minimum(n * L + L - 1, T - 1)))
+    for r0 in range(0, R, P):
+        r = r0 + tl.arange(0, P)
+        turning = tl.load(theta + (b * T + t[:, None]) * R + r[None, :], mask=seen[:, None] & (r < R)[None, :], other=0.0)
+        found = tl.sum(tl.where(seen[:, None], dt_l[:, None] * turning.to(tl.float64), 0.0), 0)
+        tl.store(edges + ((b * tl.num_programs(1) + n) * H + h) * R + r, found, mask=r < R)
+
+
+@triton.jit
+def mamba3_rotate_kernel(
+    B, C, dt, theta, B_bias, C_bias, pos, arriving, k, next_q, first, own, cos_last, sin_last, T, B_batch, B_row, B_head, C_batch,
+    C_row, C_head, N: tl.constexpr, R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, HAS_POS: tl.constexpr, EARLIER: tl.constexpr,
+    L: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Turned k of each token and turned q of its next one, [B, T, H, N]; q of the first, [B, H, N]; products of each token's q and
+    k, [B, T, H]; and cosine and sine of the last token's angle, [B, H, R]."""
+    h, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    l = tl.arange(0, L)
+    t = n * L + l
+    inside = t < T
+    at, document, documents = documents_of(pos + b * T, t, l, T, HAS_POS)
+    dt_l = tl.load(dt + (b * T + t) * H + h, mask=inside, other=0.0).to(tl.float64)
+    of_row, last_chunk = (b * T * H + h) * N, n == tl.num_programs(1) - 1
+    found = tl.zeros([L], tl.float32)
+    for r0 in tl.static_range(0, (N + 1) // 2, P):
+        r, x = r0 + tl.arange(0, P), 2 * r0 + tl.arange(0, 2 * P)
+        k_a, k_b = load_pairs(B + b * B_batch + h // S * B_head, t, B_row, x, inside, N, P)
+        q_a, q_b = load_pairs(C + b * C_batch + h // S * C_head, t, C_row, x, inside, N, P)
+        of_k_a, of_k_b = load_vector(B_bias + h * N, x, N, P)
+        of_q_a, of_q_b = load_vector(C_bias + h * N, x, N, P)
+        k_a, k_b, q_a, q_b = k_a + of_k_a, k_b + of_k_b, q_a + of_q_a, q_b + of_q_b
+        found += tl.sum(q_a * k_a + q_b * k_b, 1)
+        if r0 < R:
+            turning = inside[:, None] & (r < R)[None, :]
+            theta_lp = tl.load(theta + (b * T + t[:, None]) * R + r[None, :], mask=turning, other=0.0)
+            of_chunk = arriving + ((b * tl.num_programs(1) + n) * H + h) * R
+            cos, sin = angles_of(dt_l, theta_lp, of_chunk, r, at, l, document, documents, R, HAS_POS, EARLIER)
+            k_a, k_b = k_a * cos - k_b * sin, k_a * sin + k_b * cos
+            q_a, q_b = q_a * cos - q_b * sin, q_a * sin + q_b * cos
+            last = (t == T - 1)[:, None]
+            of_head, ends = (b * H + h) * R + r, last_chunk & (r < R)
+            tl.store(cos_last + of_head, tl.sum(tl.where(last, cos, 0.0), 0), mask=ends)
+            tl.store(sin_last + of_head, tl.sum(tl.where(last, sin, 0.0), 0), mask=ends)
+        store_pairs(k + of_row, t, H * N, x, inside, N, P, k_a, k_b)
+        store_pairs(next_q + of_row, t - 1, H * N, x, inside & (t > 0), N, P, q_a, q_b)
+        if n == 0:
+            begins = (l == 0)[:, None]
+            to = first + (b * H + h) * N
+            store_vector(to, x, N, P, tl.sum(tl.where(begins, q_a, 0.0), 0), tl.sum(tl.where(begins, q_b, 0.0), 0))
+        nothing = tl.zeros([2 * P], next_q.dtype.element_ty)
+        tl.store(next_q + of_row + (b * 0 + T - 1) * (H * N) + x, nothing, mask=last_chunk & (x < N))
+    tl.store(own + (b * T + t) * H + h, found, mask=inside)
+
+
+@triton.jit
+def mamba3_rotate_backward_kernel(
+    B, C, dt, theta, B_bias, C_bias, pos, arriving, dnext, dfirst, dk, down, dcos, dsin, dB, dC, dB_bias, dC_bias, edges, ddt,
+    dtheta, T, B_batch, B_row, B_head, C_batch, C_row, C_head, dnext_batch, dnext_row, dnext_head, dk_batch, dk_row, dk_head,
+    N: tl.constexpr, R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, HAS_POS: tl.constexpr, EARLIER: tl.constexpr,
+    L: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Derivatives to B and C, [B, T, G, N], and of each chunk to the biases, [B, C, H, N]. Of an angle's derivative as far as this
+    chunk's tokens have it: to dt of a block of pairs, [blocks, B, T, H], to theta of a group, [G, B, T, R], and what the chunk
+    before gets of it, [B, C, H, R]."""
+    n, b, g = tl.program_id(1), (tl.program_id(2) // (H // S)).to(tl.int64), tl.program_id(2) % (H // S)
+    chunks, batch = tl.num_programs(1), tl.num_programs(2) // (H // S)
+    l = tl.arange(0, L)
+    t = n * L + l
+    inside = t < T
+    r0 = tl.program_id(0) * P
+    r, x = r0 + tl.arange(0, P), 2 * r0 + tl.arange(0, 2 * P)
+    at, document, documents = documents_of(pos + b * T, t, l, T, HAS_POS)
+    B_a, B_b = load_pairs(B + b * B_batch + g * B_head, t, B_row, x, inside, N, P)
+    C_a, C_b = load_pairs(C + b * C_batch + g * C_head, t, C_row, x, inside, N, P)
+    turning = inside[:, None] & (r < R)[None, :]
+    theta_lp = tl.load(theta + (b * T + t[:, None]) * R + r[None, :], mask=turning, other=0.0)
+    dB_a, dB_b = tl.zeros([L, P], tl.float32), tl.zeros([L, P], tl.float32)
+    dC_a, dC_b = tl.zeros([L, P], tl.float32), tl.zeros([L, P], tl.float32)
+    dtheta_lp = tl.zeros([L, P], tl.float32)
+    for one in range(S):
+        h = g * S + one
+        dt_l = tl.load(dt + (b * T + t) * H + h, mask=inside, other=0.0)
+        down_l = tl.load(down + (b * T + t) * H + h, mask=inside, other=0.0)[:, None]
+        of_k_a, of_k_b = load_vector(B_bias + h * N, x, N, P)
+        of_q_a, of_q_b = load_vector(C_bias + h * N, x, N, P)
+        k_a, k_b, q_a, q_b = B_a + of_k_a, B_b + of_k_b, C_a + of_q_a, C_b + of_q_b
+        dk_a, dk_b = load_pairs(dk + b * dk_batch + h * dk_head, t, dk_row, x, inside, N, P)
+        dq_a, dq_b = load_pairs(dnext + b * dnext_batch + h * dnext_head, t - 1, dnext_row, x, inside & (t > 0), N, P)
+        if n == 0:
+            of_first_a, of_first_b = load_vector(dfirst + (b * H + h) * N, x, N, P)
+            begins = (l == 0)[:, None]
+            dq_a, dq_b = dq_a + tl.where(begins, of_first_a, 0.0), dq_b + tl.where(begins, of_first_b, 0.0)
+        if r0 < R:
+            of_chunk = ((b * chunks + n) * H + h) * R
+            cos, sin = angles_of(
+                dt_l.to(tl.float64), theta_lp, arriving + of_chunk, r, at, l, document, documents, R, HAS_POS, EARLIER
+            )
+            dk_a, dk_b = dk_a * cos + dk_b * sin, dk_b * cos - dk_a * sin
+            dq_a, dq_b = dq_a * cos + dq_b * sin, dq_b * cos - dq_a * sin
+            dangle = q_a * dq_b - q_b * dq_a + k_a * dk_b - k_b * dk_a
+            if n == chunks - 1:
+                of_head = (b * H + h) * R + r
+                to_cos = tl.load(dcos + of_head, mask=r < R, other=0.0)[None, :]
+                to_sin = tl.load(dsin + of_head, mask=r < R, other=0.0)[None, :]
+                dangle += tl.where((t == T - 1)[:, None], cos * to_sin - sin * to_cos, 0.0)
+            dangle = sums_in_chunk(tl.where(turning, dangle, 0.0), document, documents, HAS_POS, True)
+            tl.store(edges + of_chunk + r, tl.sum(tl.where((l == 0)[:, None], dangle, 0.0), 0), mask=r < R)
+            to_dt = tl.sum(dangle * theta_lp, 1)
+            tl.store(ddt + ((tl.program_id(0) * batch + b) * T + t) * H + h, to_dt, mask=inside)
+            dtheta_lp += dangle * dt_l[:, None]
+        # a token's own product of q and k is not turned
+        dq_a, dq_b, dk_a, dk_b = dq_a + down_l * k_a, dq_b + down_l * k_b, dk_a + down_l * q_a, dk_b + down_l * q_b
+        of_bias = ((b * chunks + n) * H + h) * N
+        real = inside[:, None]
+        store_vector(dB_bias + of_bias, x, N, P, tl.sum(tl.where(real, dk_a, 0.0), 0), tl.sum(tl.where(real, dk_b, 0.0), 0))
+        store_vector(dC_bias + of_bias, x, N, P, tl.sum(tl.where(real, dq_a, 0.0), 0), tl.sum(tl.where(real, dq_b, 0.0), 0))
+        dB_a, dB_b, dC_a, dC_b = dB_a + dk_a, dB_b + dk_b, dC_a + dq_a, dC_b + dq_b
+    groups = H // S
+    store_pairs(dB + (b * T * groups + g) * N, t, groups * N, x, inside, N, P, dB_a, dB_b)
+    store_pairs(dC + (b * T * groups + g) * N, t, groups * N, x, inside, N, P, dC_a, dC_b)
+    if r0 < R:
+        tl.store(dtheta + ((g * batch + b) * T + t[:, None]) * R + r[None, :], dtheta_lp, mask=turning)
+
+
+@triton.jit
+def mamba3_output_kernel(
+    read, x, decay, skip, first, y, rows, T, x_row, H: tl.constexpr, D: tl.constexpr, HAS_FIRST: tl.constexpr, BR: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """y [B, T, H, D] = decay times what the token before has read, of the first token `first` [B, H, D], and skip times x."""
+    row, d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)[None, :]
+    inside, t = (row < rows)[:, None] & (d < D), row // H % T
+    of_row = row[:, None] * D + d
+    before = tl.load(read + of_row - H * D, mask=inside & (t > 0)[:, None], other=0.0).to(tl.float32)
+    if HAS_FIRST:
+        of_head = (row // (T * H) * H + row % H)[:, None] * D + d
+        before += tl.load(first + of_head, mask=inside & (t == 0)[:, None], other=0.0)
+    x_rd = tl.load(x + (row // H)[:, None] * x_row + (row % H)[:, None] * D + d, mask=inside, other=0.0).to(tl.float32)
+    decay_r = tl.load(decay + row, mask=row < rows, other=0.0)[:, None]
+    skip_r = tl.load(skip + row, mask=row < rows, other=0.0)[:, None]
+    tl.store(y + of_row, (decay_r * before + skip_r * x_rd).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mamba3_output_backward_kernel(
+    read, x, decay, skip, first, dy, dread, dx, ddecay, dskip, dfirst, rows, T, x_row, dy_row, H: tl.constexpr, D: tl.constexpr,
+    HAS_FIRST: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Derivatives to all of it, in the shapes that it has."""
+    row, d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)[None, :]
+    inside, t = (row < rows)[:, None] & (d < D), row // H % T
+    of_row, of_token = row[:, None] * D + d, (row % H)[:, None] * D + d
+    later, begins = inside & (t > 0)[:, None], inside & (t == 0)[:, None]
+    before = tl.load(read + of_row - H * D, mask=later, other=0.0).to(tl.float32)
+    of_head = (row // (T * H) * H + row % H)[:, None] * D + d
+    if HAS_FIRST:
+        before += tl.load(first + of_head, mask=begins, other=0.0)
+    x_rd = tl.load(x + (row // H)[:, None] * x_row + of_token, mask=inside, other=0.0).to(tl.float32)
+    dy_rd = tl.load(dy + (row // H)[:, None] * dy_row + of_token, mask=inside, other=0.0).to(tl.float32)
+    decay_r = tl.load(decay + row, mask=row < rows, other=0.0)[:, None]
+    skip_r = tl.load(skip + row, mask=row < rows, other=0.0)[:, None]
+    tl.store(dread + of_row - H * D, (decay_r * dy_rd).to(dread.dtype.element_ty), mask=later)
+    tl.store(dread + of_row, tl.zeros_like(dy_rd).to(dread.dtype.element_ty), mask=inside & (t == T - 1)[:, None])
+    if HAS_FIRST:
+        tl.store(dfirst + of_head, decay_r * dy_rd, mask=begins)
+    tl.store(dx + of_row, (skip_r * dy_rd).to(dx.dtype.element_ty), mask=inside)
+    tl.store(ddecay + row, tl.sum(dy_rd * before, 1), mask=row < rows)
+    tl.store(dskip + row, tl.sum(dy_rd * x_rd, 1), mask=row < rows)

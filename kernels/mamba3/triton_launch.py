@@ -1,0 +1,168 @@
+"""Mamba-3's turned queries and keys, and its outputs, on a GPU: launches the kernels of `triton_kernels`; their gradients.
+
+Only the arguments are kept for the backward pass. Sums over tokens are computed in chunks by the kernels, and over chunks by
+`rotation.arriving_sums`.
+
+Shape suffixes: B batch, T time, C chunks, L tokens of one, G groups, H heads, N d_state, R pairs of states that turn, D head_dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from baton.kernels.common import launch_utils
+from baton.kernels.common.autocast import without_autocast
+from baton.kernels.common.launch_utils import LazyModule
+from baton.kernels.compile.aot import on_gpu
+from baton.kernels.mamba3.rotation import CHUNK, arriving_sums, chunked_positions
+
+_kernels = LazyModule("baton.kernels.mamba3.triton_kernels")
+
+PAIRS = 16  # of a block
+WARPS = 8
+_ENTRIES = 4096  # of a program that computes outputs
+
+
+def use_triton(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether these kernels apply to tensors like x: on a GPU, computing in float32."""
+    return on_gpu(x) and dtype == torch.float32
+
+
+def rotated_triton(
+    B: Tensor, C: Tensor, dt: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, pos: Tensor | None
+) -> tuple[Tensor, ...]:
+    """As `rotation.rotated` in float32, with q and k of all tokens rounded to B's dtype."""
+    found: tuple[Tensor, ...] = _Rotated.apply(B, C, dt, theta, B_bias, C_bias, launch_utils.int32_positions(pos))
+    return found
+
+
+def output_triton(read: Tensor, x: Tensor, decay: Tensor, skip: Tensor, first: Tensor | None) -> Tensor:
+    """y_t = decay_t read_{t-1} + skip_t x_t, in x's dtype.
+
+    Args:
+        read: what each token's next one reads, [B, T, H, D].
+        x: [B, T, H, D], which may be columns of wider rows.
+        decay, skip: float32 [B, T, H].
+        first: what the first token reads, float32 [B, H, D]. None: nothing.
+    """
+    y: Tensor = _Output.apply(read, x, decay, skip, first)
+    return y
+
+
+def block_pairs(states: int) -> int:
+    """Pairs of a block, of so many states."""
+    return min(PAIRS, launch_utils.next_power_of_2((states + 1) // 2))
+
+
+def output_sizes(heads: int, width: int) -> dict[str, int]:
+    """Constants of the launches that compute outputs."""
+    block = launch_utils.next_power_of_2(width)
+    return {"H": heads, "D": width, "BR": max(1, _ENTRIES // block), "BD": block, "num_warps": 4}
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, B: Tensor, C: Tensor, dt: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, pos: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        B, C = launch_utils.contiguous_last_dim(B), launch_utils.contiguous_last_dim(C)
+        dt, theta, B_bias, C_bias = (x.to(torch.float32).contiguous() for x in (dt, theta, B_bias, C_bias))
+        (batch, length, groups, states), heads, pairs = B.shape, dt.shape[2], theta.shape[2]
+        chunks = -(-length // CHUNK)
+        constants = {"R": pairs, "H": heads, "HAS_POS": pos is not None, "L": CHUNK, "P": block_pairs(states), "num_warps": WARPS}
+        arriving = _arriving_angles(dt, theta, pos, chunks, constants)
+        constants |= {"N": states, "S": heads // groups, "EARLIER": arriving is not None}
+        new = B.new_empty
+        k, next_q = (new(batch, length, heads, states) for _ in range(2))
+        first, own = new(batch, heads, states, dtype=torch.float32), new(batch, length, heads, dtype=torch.float32)
+        cos, sin = (new(batch, heads, pairs, dtype=torch.float32) for _ in range(2))
+        _kernels.mamba3_rotate_kernel[(heads, chunks, batch)](
+            B, C, dt, theta, B_bias, C_bias, _or(pos, dt), _or(arriving, dt), k, next_q, first, own, cos, sin, length,
+            *launch_utils.strides(B, C), **constants,
+        )  # fmt: skip
+        ctx.save_for_backward(B, C, dt, theta, B_bias, C_bias, pos, arriving)
+        ctx.constants = constants
+        return next_q, first, k, own, cos, sin
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dnext: Tensor, dfirst: Tensor, dk: Tensor, down: Tensor, dcos: Tensor, dsin: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        B, C, dt, theta, B_bias, C_bias, pos, arriving = ctx.saved_tensors
+        (batch, length, groups, states), heads, pairs = B.shape, dt.shape[2], theta.shape[2]
+        chunks, blocks = -(-length // CHUNK), -(-((states + 1) // 2) // ctx.constants["P"])
+        turning = -(-pairs // ctx.constants["P"])
+        dnext, dk = launch_utils.contiguous_last_dim(dnext), launch_utils.contiguous_last_dim(dk)
+        dfirst, down, dcos, dsin = (x.contiguous() for x in (dfirst, down, dcos, dsin))
+        dB, dC = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (B, C))
+        of_B, of_C = (dt.new_empty(batch, chunks, heads, states) for _ in range(2))
+        edges_BCHR = dt.new_empty(batch, chunks, heads, pairs)
+        ddt, dtheta = dt.new_empty(turning, batch, length, heads), dt.new_empty(groups, batch, length, pairs)
+        _kernels.mamba3_rotate_backward_kernel[(blocks, chunks, batch * groups)](
+            B, C, dt, theta, B_bias, C_bias, _or(pos, dt), _or(arriving, dt), dnext, dfirst, dk, down, dcos, dsin, dB, dC, of_B,
+            of_C, edges_BCHR, ddt, dtheta, length, *launch_utils.strides(B, C, dnext, dk), **ctx.constants,
+        )  # fmt: skip
+        ddt_BTH, dtheta_BTR = ddt.sum(0), dtheta.sum(0)
+        if chunks > 1:
+            arriving_BCHR, apart_BCL = arriving_sums(edges_BCHR, chunked_positions(pos, dt), backward=True)
+            dt_BCLH, theta_BCLR = (_in_chunks(x).masked_fill(apart_BCL[..., None], 0.0) for x in (dt, theta))
+            with without_autocast(dt):
+                ddt_BTH = ddt_BTH + (theta_BCLR @ arriving_BCHR.mT).flatten(1, 2)[:, :length]
+                dtheta_BTR = dtheta_BTR + (dt_BCLH @ arriving_BCHR).flatten(1, 2)[:, :length]
+        return dB, dC, ddt_BTH, dtheta_BTR, of_B.sum((0, 1)), of_C.sum((0, 1)), None
+
+
+class _Output(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, read: Tensor, x: Tensor, decay: Tensor, skip: Tensor, first: Tensor | None) -> Tensor:
+        read, decay, skip = read.contiguous(), decay.contiguous(), skip.contiguous()
+        first = None if first is None else first.contiguous()
+        (_, length, heads, width), rows = x.shape, decay.numel()
+        sizes = output_sizes(heads, width) | {"HAS_FIRST": first is not None}
+        y, of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device), launch_utils.as_rows(x, heads * width)
+        _kernels.mamba3_output_kernel[(-(-rows // sizes["BR"]),)](
+            read, of_x, decay, skip, _or(first, decay), y, rows, length, of_x.stride(0), **sizes
+        )
+        # x and not its rows: as columns of a projection it takes no memory of its own
+        ctx.save_for_backward(read, x, decay, skip, first)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        read, x, decay, skip, first = ctx.saved_tensors
+        (_, length, heads, width), rows = x.shape, decay.numel()
+        sizes = output_sizes(heads, width) | {"HAS_FIRST": first is not None}
+        of_x, of_dy = (launch_utils.as_rows(of, heads * width) for of in (x, dy))
+        dread, dx = torch.empty_like(read), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        ddecay, dskip = torch.empty_like(decay), torch.empty_like(skip)
+        dfirst = None if first is None else torch.empty_like(first)
+        _kernels.mamba3_output_backward_kernel[(-(-rows // sizes["BR"]),)](
+            read, of_x, decay, skip, _or(first, decay), of_dy, dread, dx, ddecay, dskip, _or(dfirst, decay), rows, length,
+            of_x.stride(0), of_dy.stride(0), **sizes,
+        )  # fmt: skip
+        return dread, dx, ddecay, dskip, dfirst
+
+
+def _arriving_angles(dt: Tensor, theta: Tensor, pos: Tensor | None, chunks: int, constants: dict[str, int]) -> Tensor | None:
+    """What each chunk has of the chunks before it of the document of its first token, [B, C, H, R] in float64. None: one chunk."""
+    if chunks == 1:
+        return None
+    (batch, length, heads), pairs = dt.shape, theta.shape[2]
+    edges_BCHR = dt.new_empty(batch, chunks, heads, pairs, dtype=torch.float64)
+    _kernels.mamba3_angle_edges_kernel[(heads, chunks, batch)](dt, theta, _or(pos, dt), edges_BCHR, length, **constants)
+    return arriving_sums(edges_BCHR, chunked_positions(pos, dt), backward=False)[0].contiguous()
+
+
+def _in_chunks(x: Tensor) -> Tensor:
+    """[B, T, F] as [B, C, L, F], with zeros behind."""
+    return pad(x, (0, 0, 0, -x.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
+
+
+def _or(x: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer in place of an absent tensor, which is not read."""
+    return other if x is None else x
