@@ -14,13 +14,14 @@ the run is done and again when the rest is measured; shoot_out_page.py makes doc
     python benchmarks/shoot_out_page.py
 
 Families may run at once on GPUs of their own (CUDA_VISIBLE_DEVICES) in one folder, once the text is prepared there. One that fails
-does not end the others. What was interrupted goes on when the same command is given again. --speed repeats the sweep of families
-that have a record, and measures their speed, and that of decoding, anew; --rates adds what a record's sweep lacks. --tiny: two
-layers of 256 channels and 12 steps, also on a CPU, to see that the program runs; the records go to FOLDER.
+does not end the others. What was interrupted goes on when the same command is given again. --speed repeats the best run of the
+sweep of families that have a record, and measures their speed, and that of decoding, anew; --rates adds what a record's sweep
+lacks. --tiny: two layers of 256 channels and 12 steps, also on a CPU, to see that the program runs; the records go to FOLDER.
 """
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -344,7 +345,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="what shoot_out_text.py wrote")
     parser.add_argument("--folder", type=Path, help="of data and runs")
     parser.add_argument("--only", default=",".join(FAMILIES), help=f"of {', '.join(FAMILIES)}")
-    parser.add_argument("--speed", action="store_true", help="repeat only the sweep, and measure the speed of training anew")
+    parser.add_argument("--speed", action="store_true", help="repeat only the sweep's best run, and measure speeds anew")
     parser.add_argument("--rates", action="store_true", help="add learning rates that the sweeps of families with a record lack")
     parser.add_argument("--sizes", action="store_true", help="only show the models' sizes")
     parser.add_argument("--tiny", action="store_true", help="try the program on sizes that mean nothing")
@@ -372,7 +373,9 @@ def main() -> None:
             report.say(str(error))
             continue
         speed = record["speed"]
-        report.say(f"{name}: loss {record['curve'][-1]['loss']:.4f}, recall {record['recall']:.3f}, sweep {record['sweep']}")
+        report.say(
+            f"{name}: loss {record['curve'][-1]['loss']:.4f}, recall {record.get('recall', math.nan):.3f}, sweep {record['sweep']}"
+        )
         report.say(f"{name}: {speed['tokens_per_s']:,.0f} tokens/s, parts of a step {speed['step_parts_s']}")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
@@ -387,7 +390,8 @@ def measured(shoot_out: ShootOut, name: str, file: Path, report: Report, argumen
             file.write_text(json.dumps(record, indent=1) + "\n")
         return record
     record = json.loads(file.read_text())
-    found = shoot_out.sweep(name, None if arguments.speed else record["sweep"])
+    best = f"{record['rate']:g}" if arguments.speed else None
+    found = shoot_out.sweep(name, {rate: loss for rate, loss in record["sweep"].items() if rate != best})
     if found["rate"] != record["rate"]:
         raise FamilyError(f"{name}: {found['sweep']} asks for another rate than the record's {record['rate']}; train it again")
     record |= found

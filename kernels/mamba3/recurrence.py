@@ -12,6 +12,7 @@ from baton.kernels.common.example_inputs import extreme_log_gates, randn
 from baton.kernels.mamba3.op import mamba3
 from baton.kernels.mamba3.reference import mamba3_reference
 from baton.kernels.mamba3.transitions import GradientTransition, Transition
+from baton.kernels.mamba3.triton_launch import step_triton, use_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 
 
@@ -33,6 +34,11 @@ class Mamba3(LinearRecurrence):
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return mamba3(*inputs, pos=pos, initial_state=state)
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        if not use_triton(inputs[0], state_dtype(*inputs)):
+            return super().step(inputs, pos, state)
+        return step_triton(*inputs, pos=pos, state=state)
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return mamba3_reference(*inputs, pos=pos, initial_state=state)

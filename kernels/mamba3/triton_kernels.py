@@ -1,4 +1,4 @@
-"""Queries and keys of Mamba-3, turned, and its outputs, in Triton: forward and backward.
+"""Queries and keys of Mamba-3, turned, and its outputs, in Triton: forward and backward; and a step of decoding.
 
 Shape suffixes: B batch, T time, C chunks of L tokens, G groups, H heads (S of a group), N d_state, R pairs of states that turn, P
 pairs of a block, D head_dim.
@@ -11,6 +11,8 @@ import math
 
 import triton
 import triton.language as tl
+
+from baton.kernels.common.triton_prefetch import LOG2_E
 
 QUARTERS = tl.constexpr(2 / math.pi)  # of a turn, in a radian
 
@@ -40,10 +42,21 @@ def documents_of(pos, t, l, T, HAS_POS: tl.constexpr):
 
 
 @triton.jit
+def load_tile(base, t, row, x, inside, N: tl.constexpr):
+    """Columns x [2 P] of rows t, [L, 2 P]; zeros outside."""
+    return tl.load(base + t[:, None].to(tl.int64) * row + x[None, :], mask=inside[:, None] & (x < N)[None, :], other=0.0)
+
+
+@triton.jit
+def pairs_of(tile, P: tl.constexpr):
+    """In float32 the first and the second of each pair, [L, P]."""
+    return tl.split(tl.reshape(tile.to(tl.float32), [tile.shape[0], P, 2]))
+
+
+@triton.jit
 def load_pairs(base, t, row, x, inside, N: tl.constexpr, P: tl.constexpr):
-    """Columns x [2 P] of rows t [L], in float32: the first and the second of each pair, [L, P]."""
-    tile = tl.load(base + t[:, None].to(tl.int64) * row + x[None, :], mask=inside[:, None] & (x < N)[None, :], other=0.0)
-    return tl.split(tl.reshape(tile.to(tl.float32), [t.shape[0], P, 2]))
+    """As `pairs_of`, of `load_tile`."""
+    return pairs_of(load_tile(base, t, row, x, inside, N), P)
 
 
 @triton.jit
@@ -58,12 +71,6 @@ def store_pairs(to, t, row, x, inside, N: tl.constexpr, P: tl.constexpr, first, 
     tile = tl.reshape(tl.join(first, second), [t.shape[0], 2 * P])
     where = to + t[:, None].to(tl.int64) * row + x[None, :]
     tl.store(where, tile.to(to.dtype.element_ty), mask=inside[:, None] & (x < N)[None, :])
-
-
-@triton.jit
-def store_vector(to, x, N: tl.constexpr, P: tl.constexpr, first, second):
-    """Stores sums over tokens [P] as `load_vector` loads."""
-    tl.store(to + x, tl.reshape(tl.join(first, second), [2 * P]), mask=x < N)
 
 
 @triton.jit
@@ -141,16 +148,13 @@ def mamba3_rotate_kernel(
             cos, sin = angles_of(dt_l, theta_lp, of_chunk, r, at, l, document, documents, R, HAS_POS, EARLIER)
             k_a, k_b = k_a * cos - k_b * sin, k_a * sin + k_b * cos
             q_a, q_b = q_a * cos - q_b * sin, q_a * sin + q_b * cos
-            last = (t == T - 1)[:, None]
-            of_head, ends = (b * H + h) * R + r, last_chunk & (r < R)
-            tl.store(cos_last + of_head, tl.sum(tl.where(last, cos, 0.0), 0), mask=ends)
-            tl.store(sin_last + of_head, tl.sum(tl.where(last, sin, 0.0), 0), mask=ends)
+            ends = (t == T - 1)[:, None] & (r < R)[None, :]
+            of_head = (b * H + h + l * 0)[:, None] * R + r[None, :]
+            tl.store(cos_last + of_head, cos, mask=ends)
+            tl.store(sin_last + of_head, sin, mask=ends)
         store_pairs(k + of_row, t, H * N, x, inside, N, P, k_a, k_b)
         store_pairs(next_q + of_row, t - 1, H * N, x, inside & (t > 0), N, P, q_a, q_b)
-        if n == 0:
-            begins = (l == 0)[:, None]
-            to = first + (b * H + h) * N
-            store_vector(to, x, N, P, tl.sum(tl.where(begins, q_a, 0.0), 0), tl.sum(tl.where(begins, q_b, 0.0), 0))
+        store_pairs(first + (b * H + h) * N, t, 0, x, t == 0, N, P, q_a, q_b)
         nothing = tl.zeros([2 * P], next_q.dtype.element_ty)
         tl.store(next_q + of_row + (b * 0 + T - 1) * (H * N) + x, nothing, mask=last_chunk & (x < N))
     tl.store(own + (b * T + t) * H + h, found, mask=inside)
@@ -158,14 +162,14 @@ def mamba3_rotate_kernel(
 
 @triton.jit
 def mamba3_rotate_backward_kernel(
-    B, C, dt, theta, B_bias, C_bias, pos, arriving, dnext, dfirst, dk, down, dcos, dsin, dB, dC, dB_bias, dC_bias, edges, ddt,
-    dtheta, T, B_batch, B_row, B_head, C_batch, C_row, C_head, dnext_batch, dnext_row, dnext_head, dk_batch, dk_row, dk_head,
-    N: tl.constexpr, R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, HAS_POS: tl.constexpr, EARLIER: tl.constexpr,
-    L: tl.constexpr, P: tl.constexpr,
+    B, C, dt, theta, B_bias, C_bias, pos, arriving, dnext, dfirst, dk, down, dcos, dsin, dB, dC, biases, edges, ddt, dtheta, T,
+    B_batch, B_row, B_head, C_batch, C_row, C_head, dnext_batch, dnext_row, dnext_head, dk_batch, dk_row, dk_head, N:
+    tl.constexpr, R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, HAS_POS: tl.constexpr, EARLIER: tl.constexpr, L:
+    tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Derivatives to B and C, [B, T, G, N], and of each chunk to the biases, [B, C, H, N]. Of an angle's derivative as far as this
-    chunk's tokens have it: to dt of a block of pairs, [blocks, B, T, H], to theta of a group, [G, B, T, R], and what the chunk
-    before gets of it, [B, C, H, R]."""
+    """Derivatives to B and C, [B, T, G, N], and of each chunk to both biases, [B, C, H, N, 2]. Of an angle's derivative as far as
+    this chunk's tokens have it: to dt of a block of pairs, [blocks, B, T, H], to theta of a group, [G, B, T, R], and what the
+    chunk before gets of it, [B, C, H, R]."""
     n, b, g = tl.program_id(1), (tl.program_id(2) // (H // S)).to(tl.int64), tl.program_id(2) % (H // S)
     chunks, batch = tl.num_programs(1), tl.num_programs(2) // (H // S)
     l = tl.arange(0, L)
@@ -181,15 +185,24 @@ def mamba3_rotate_backward_kernel(
     dB_a, dB_b = tl.zeros([L, P], tl.float32), tl.zeros([L, P], tl.float32)
     dC_a, dC_b = tl.zeros([L, P], tl.float32), tl.zeros([L, P], tl.float32)
     dtheta_lp = tl.zeros([L, P], tl.float32)
+    of_four = 4 * r0 + tl.arange(0, 4 * P)
+    # a head's derivatives are loaded while those of the head before it are computed with
+    dk += b * dk_batch + g * S * dk_head
+    dnext += b * dnext_batch + g * S * dnext_head
+    dk_tile = load_tile(dk, t, dk_row, x, inside, N)
+    dq_tile = load_tile(dnext, t - 1, dnext_row, x, inside & (t > 0), N)
     for one in range(S):
         h = g * S + one
+        dk_a, dk_b = pairs_of(dk_tile, P)
+        dq_a, dq_b = pairs_of(dq_tile, P)
+        following = inside & (one + 1 < S)
+        dk_tile = load_tile(dk + (one + 1) * dk_head, t, dk_row, x, following, N)
+        dq_tile = load_tile(dnext + (one + 1) * dnext_head, t - 1, dnext_row, x, following & (t > 0), N)
         dt_l = tl.load(dt + (b * T + t) * H + h, mask=inside, other=0.0)
         down_l = tl.load(down + (b * T + t) * H + h, mask=inside, other=0.0)[:, None]
         of_k_a, of_k_b = load_vector(B_bias + h * N, x, N, P)
         of_q_a, of_q_b = load_vector(C_bias + h * N, x, N, P)
         k_a, k_b, q_a, q_b = B_a + of_k_a, B_b + of_k_b, C_a + of_q_a, C_b + of_q_b
-        dk_a, dk_b = load_pairs(dk + b * dk_batch + h * dk_head, t, dk_row, x, inside, N, P)
-        dq_a, dq_b = load_pairs(dnext + b * dnext_batch + h * dnext_head, t - 1, dnext_row, x, inside & (t > 0), N, P)
         if n == 0:
             of_first_a, of_first_b = load_vector(dfirst + (b * H + h) * N, x, N, P)
             begins = (l == 0)[:, None]
@@ -208,16 +221,16 @@ def mamba3_rotate_backward_kernel(
                 to_sin = tl.load(dsin + of_head, mask=r < R, other=0.0)[None, :]
                 dangle += tl.where((t == T - 1)[:, None], cos * to_sin - sin * to_cos, 0.0)
             dangle = sums_in_chunk(tl.where(turning, dangle, 0.0), document, documents, HAS_POS, True)
-            tl.store(edges + of_chunk + r, tl.sum(tl.where((l == 0)[:, None], dangle, 0.0), 0), mask=r < R)
+            tl.store(edges + of_chunk + (l * 0)[:, None] + r[None, :], dangle, mask=(l == 0)[:, None] & (r < R)[None, :])
             to_dt = tl.sum(dangle * theta_lp, 1)
             tl.store(ddt + ((tl.program_id(0) * batch + b) * T + t) * H + h, to_dt, mask=inside)
             dtheta_lp += dangle * dt_l[:, None]
         # a token's own product of q and k is not turned
         dq_a, dq_b, dk_a, dk_b = dq_a + down_l * k_a, dq_b + down_l * k_b, dk_a + down_l * q_a, dk_b + down_l * q_b
-        of_bias = ((b * chunks + n) * H + h) * N
-        real = inside[:, None]
-        store_vector(dB_bias + of_bias, x, N, P, tl.sum(tl.where(real, dk_a, 0.0), 0), tl.sum(tl.where(real, dk_b, 0.0), 0))
-        store_vector(dC_bias + of_bias, x, N, P, tl.sum(tl.where(real, dq_a, 0.0), 0), tl.sum(tl.where(real, dq_b, 0.0), 0))
+        # rows behind the last token are zeros but for products of biases, whose `down` is zero
+        four = tl.sum(tl.join(tl.join(dk_a, dq_a), tl.join(dk_b, dq_b)), 0)
+        of_bias = ((b * chunks + n) * H + h) * (2 * N)
+        tl.store(biases + of_bias + of_four, tl.reshape(tl.permute(four, (0, 2, 1)), [4 * P]), mask=of_four < 2 * N)
         dB_a, dB_b, dC_a, dC_b = dB_a + dk_a, dB_b + dk_b, dC_a + dq_a, dC_b + dq_b
     groups = H // S
     store_pairs(dB + (b * T * groups + g) * N, t, groups * N, x, inside, N, P, dB_a, dB_b)
@@ -270,3 +283,51 @@ def mamba3_output_backward_kernel(
     tl.store(dx + of_row, (skip_r * dy_rd).to(dx.dtype.element_ty), mask=inside)
     tl.store(ddecay + row, tl.sum(dy_rd * before, 1), mask=row < rows)
     tl.store(dskip + row, tl.sum(dy_rd * x_rd, 1), mask=row < rows)
+
+
+@triton.jit
+def mamba3_step_kernel(
+    x, B, C, dt, g, lam, theta, B_bias, C_bias, D, pos, h, k, last_x, y, x_batch, x_head, B_batch, B_head, C_batch, C_head, R,
+    N: tl.constexpr, H: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, HAS_POS: tl.constexpr, P: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """One token a sequence: y [B, H, WIDTH], and the State h and last_x in place. A program has some columns of a head's h; k,
+    which all of them read, is for others to write."""
+    parts = tl.cdiv(WIDTH, BD)
+    bh = tl.program_id(0) // parts
+    n, of_head = (bh // H).to(tl.int64), bh % H
+    r, j = tl.arange(0, P), tl.program_id(0) % parts * BD + tl.arange(0, BD)
+    column, first, second = j < WIDTH, 2 * r < N, 2 * r + 1 < N
+    h += bh.to(tl.int64) * (N * WIDTH) + (2 * r)[:, None] * WIDTH + j[None, :]
+    # every load comes before the first store, behind which the compiler could not move it
+    h_a = tl.load(h, mask=first[:, None] & column[None, :], other=0.0)
+    h_b = tl.load(h + WIDTH, mask=second[:, None] & column[None, :], other=0.0)
+    of_k, of_bias, of_group = k + bh.to(tl.int64) * N + 2 * r, of_head * N + 2 * r, of_head // S
+    before_a, before_b = tl.load(of_k, mask=first, other=0.0), tl.load(of_k + 1, mask=second, other=0.0)
+    B += n * B_batch + of_group * B_head + 2 * r
+    C += n * C_batch + of_group * C_head + 2 * r
+    k_a = tl.load(B, mask=first, other=0.0).to(tl.float32) + tl.load(B_bias + of_bias, mask=first, other=0.0)
+    k_b = tl.load(B + 1, mask=second, other=0.0).to(tl.float32) + tl.load(B_bias + of_bias + 1, mask=second, other=0.0)
+    q_a = tl.load(C, mask=first, other=0.0).to(tl.float32) + tl.load(C_bias + of_bias, mask=first, other=0.0)
+    q_b = tl.load(C + 1, mask=second, other=0.0).to(tl.float32) + tl.load(C_bias + of_bias + 1, mask=second, other=0.0)
+    x_j = tl.load(x + n * x_batch + of_head * x_head + j, mask=column, other=0.0).to(tl.float32)
+    of_last = last_x + bh.to(tl.int64) * WIDTH + j
+    last_j = tl.load(of_last, mask=column, other=0.0)
+    step, share = tl.load(dt + bh), tl.load(lam + bh)
+    cos, sin = cos_sin(step.to(tl.float64) * tl.load(theta + n * R + r, mask=r < R, other=0.0).to(tl.float64))
+    decay, skip = tl.exp2(tl.load(g + bh) * LOG2_E), tl.load(D + of_head)
+    earlier = (1.0 - share) * step * last_j
+    h_a, h_b = h_a + before_a[:, None] * earlier[None, :], h_b + before_b[:, None] * earlier[None, :]
+    if HAS_POS:
+        goes_on = tl.load(pos + n) != 0
+        h_a, h_b = tl.where(goes_on, h_a, 0.0), tl.where(goes_on, h_b, 0.0)
+    # the state turns by the negative angle
+    cos, sin = decay * cos[:, None], decay * sin[:, None]
+    h_a, h_b = h_a * cos + h_b * sin, h_b * cos - h_a * sin
+    own = share * step * x_j
+    h_a, h_b = h_a + k_a[:, None] * own[None, :], h_b + k_b[:, None] * own[None, :]
+    y_j = tl.sum(q_a[:, None] * h_a + q_b[:, None] * h_b, 0) + skip * x_j
+    tl.store(y + bh.to(tl.int64) * WIDTH + j, y_j.to(y.dtype.element_ty), mask=column)
+    tl.store(h, h_a, mask=first[:, None] & column[None, :])
+    tl.store(h + WIDTH, h_b, mask=second[:, None] & column[None, :])
+    tl.store(of_last, x_j, mask=column)

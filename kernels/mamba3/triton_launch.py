@@ -18,12 +18,14 @@ from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.mamba3.rotation import CHUNK, arriving_sums, chunked_positions
+from baton.kernels.protocol import State
 
 _kernels = LazyModule("baton.kernels.mamba3.triton_kernels")
 
 PAIRS = 16  # of a block
 WARPS = 8
 _ENTRIES = 4096  # of a program that computes outputs
+_STEP_COLUMNS = 16  # of a head's state in a program: they do not depend on the batch, which would make a sequence's bits do so
 
 
 def use_triton(x: Tensor, dtype: torch.dtype) -> bool:
@@ -50,6 +52,27 @@ def output_triton(read: Tensor, x: Tensor, decay: Tensor, skip: Tensor, first: T
     """
     y: Tensor = _Output.apply(read, x, decay, skip, first)
     return y
+
+
+def step_triton(
+    x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, lam: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, D: Tensor,
+    *, pos: Tensor | None, state: State,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """One token a sequence, as `op.mamba3`, without gradients; nothing is checked. The new State is written over the given one
+    where that is contiguous."""
+    x, B, C = (launch_utils.contiguous_last_dim(of) for of in (x, B, C))
+    dt, g, lam, theta, B_bias, C_bias, D = (of.to(torch.float32).contiguous() for of in (dt, g, lam, theta, B_bias, C_bias, D))
+    h, k, last_x = (state[name].contiguous() for name in ("h", "k", "x"))
+    (batch, _, heads, width), (groups, states) = x.shape, B.shape[2:]
+    y, pairs = torch.empty(x.shape, dtype=x.dtype, device=x.device), launch_utils.next_power_of_2((states + 1) // 2)
+    columns = min(_STEP_COLUMNS, launch_utils.next_power_of_2(width))
+    _kernels.mamba3_step_kernel[(-(-width // columns) * batch * heads,)](
+        x, B, C, dt, g, lam, theta, B_bias, C_bias, D, _or(launch_utils.int32_positions(pos), dt), h, k, last_x, y,
+        *(of.stride(n) for of in (x, B, C) for n in (0, 2)), theta.shape[2], N=states, H=heads, S=heads // groups, WIDTH=width,
+        HAS_POS=pos is not None, P=pairs, BD=columns, num_warps=4,
+    )  # fmt: skip
+    torch.add(B[:, 0].to(torch.float32).repeat_interleave(heads // groups, 1), B_bias, out=k)
+    return y, {"h": h, "k": k, "x": last_x}
 
 
 def block_pairs(states: int) -> int:
@@ -99,12 +122,12 @@ class _Rotated(torch.autograd.Function):
         dnext, dk = launch_utils.contiguous_last_dim(dnext), launch_utils.contiguous_last_dim(dk)
         dfirst, down, dcos, dsin = (x.contiguous() for x in (dfirst, down, dcos, dsin))
         dB, dC = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (B, C))
-        of_B, of_C = (dt.new_empty(batch, chunks, heads, states) for _ in range(2))
+        biases = dt.new_empty(batch, chunks, heads, states, 2)
         edges_BCHR = dt.new_empty(batch, chunks, heads, pairs)
         ddt, dtheta = dt.new_empty(turning, batch, length, heads), dt.new_empty(groups, batch, length, pairs)
         _kernels.mamba3_rotate_backward_kernel[(blocks, chunks, batch * groups)](
-            B, C, dt, theta, B_bias, C_bias, _or(pos, dt), _or(arriving, dt), dnext, dfirst, dk, down, dcos, dsin, dB, dC, of_B,
-            of_C, edges_BCHR, ddt, dtheta, length, *launch_utils.strides(B, C, dnext, dk), **ctx.constants,
+            B, C, dt, theta, B_bias, C_bias, _or(pos, dt), _or(arriving, dt), dnext, dfirst, dk, down, dcos, dsin, dB, dC, biases,
+            edges_BCHR, ddt, dtheta, length, *launch_utils.strides(B, C, dnext, dk), **ctx.constants,
         )  # fmt: skip
         ddt_BTH, dtheta_BTR = ddt.sum(0), dtheta.sum(0)
         if chunks > 1:
@@ -113,7 +136,7 @@ class _Rotated(torch.autograd.Function):
             with without_autocast(dt):
                 ddt_BTH = ddt_BTH + (theta_BCLR @ arriving_BCHR.mT).flatten(1, 2)[:, :length]
                 dtheta_BTR = dtheta_BTR + (dt_BCLH @ arriving_BCHR).flatten(1, 2)[:, :length]
-        return dB, dC, ddt_BTH, dtheta_BTR, of_B.sum((0, 1)), of_C.sum((0, 1)), None
+        return dB, dC, ddt_BTH, dtheta_BTR, *biases.sum((0, 1)).unbind(-1), None
 
 
 class _Output(torch.autograd.Function):

@@ -10,7 +10,7 @@ from baton.kernels.common.example_inputs import randn
 from baton.kernels.mamba3.recurrence import Mamba3
 from baton.kernels.mamba3_mimo.op import mamba3_mimo
 from baton.kernels.mamba3_mimo.reference import mamba3_mimo_reference
-from baton.kernels.protocol import Inputs, State, StateSpec
+from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Mamba3MIMO(Mamba3):
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return mamba3_mimo(*inputs, pos=pos, initial_state=state)
+
+    def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
+        return LinearRecurrence.step(self, inputs, pos, state)  # the kernel has heads with one input
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return mamba3_mimo_reference(*inputs, pos=pos, initial_state=state)

@@ -9,6 +9,7 @@ from support.recurrences import positions, seeded
 from torch.nn.functional import pad
 
 from baton.kernels.mamba3 import mamba3
+from baton.kernels.mamba3.recurrence import Mamba3
 from baton.kernels.mamba3.reference import mamba3_reference
 from baton.kernels.mamba3.rotation import rotated
 from baton.kernels.mamba3.triton_launch import output_triton, rotated_triton
@@ -158,5 +159,8 @@ def test_the_recurrence_is_the_loop(dtype):
         total = (y.double() * dy.to(place).double()).sum() + sum((of.double() ** 2).sum() for of in leaving.values())
         grads = torch.autograd.grad(total, [*leaves, *entering.values()])
         found.append([of.double().cpu() for of in (y, *leaving.values(), *grads)])
-    for want, have in zip(*found, strict=True):
-        assert relative_error(have, want) <= (1.5e-2 if dtype == torch.bfloat16 else 2e-5)
+    names = ("y", *state, *(f"d{name}" for name in (*Mamba3.input_names, *state)))
+    for name, want, have in zip(names, *found, strict=True):
+        # the terms of an angle's gradient cancel: those of rounded q and k are as far off with PyTorch's operators (0.019)
+        limit = 2e-5 if dtype == torch.float32 else 2.5e-2 if name == "dtheta" else Mamba3.bfloat16_limit
+        assert relative_error(have, want) <= limit, name

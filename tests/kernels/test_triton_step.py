@@ -13,6 +13,9 @@ from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.generalized_delta_rule import triton_launch as generalized_launch
 from baton.kernels.generalized_delta_rule.recurrence import GeneralizedDeltaRule
+from baton.kernels.mamba3 import triton_launch as mamba3_launch
+from baton.kernels.mamba3.recurrence import Mamba3
+from baton.kernels.mamba3_mimo.recurrence import Mamba3MIMO
 from baton.kernels.matrix_step import triton_launch
 from baton.kernels.mlstm.recurrence import MLSTM
 from baton.kernels.protocol import Recurrence
@@ -20,15 +23,15 @@ from baton.kernels.wkv6.recurrence import WKV6
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 4e-3}  # bfloat16: outputs are rounded to it once
-KINDS = (DeltaRule, GatedLinearAttention, GatedSlotAttention, GeneralizedDeltaRule, MLSTM, WKV6)
-OF_MATRICES = tuple(recurrence for recurrence in RECURRENCES if isinstance(recurrence, KINDS))
+KINDS = (DeltaRule, GatedLinearAttention, GatedSlotAttention, GeneralizedDeltaRule, Mamba3, MLSTM, WKV6)
+OF_MATRICES = tuple(r for r in RECURRENCES if isinstance(r, KINDS) and not isinstance(r, Mamba3MIMO))
 POS = torch.tensor([[7], [0], [1], [0]])
 over_recurrences = pytest.mark.parametrize("recurrence", OF_MATRICES, ids=str)
 
 
 @pytest.fixture(autouse=True)
 def kernels_everywhere(monkeypatch):
-    for module in (gla_launch, generalized_launch):
+    for module in (gla_launch, generalized_launch, mamba3_launch):
         monkeypatch.setattr(module, "on_gpu", lambda x: True)
 
 

@@ -678,11 +678,13 @@ def _mamba3_kernels():
     output = output_sizes(64, 64) | {"HAS_FIRST": True}
     forms["output"] = (triton_kernels.mamba3_output_kernel, output)
     forms["output, backward"] = (triton_kernels.mamba3_output_backward_kernel, output)
+    step = {"N": 128, "H": 64, "S": 64, "WIDTH": 64, "HAS_POS": True, "P": 64, "BD": 16, "num_warps": 4}
+    forms["step"] = (triton_kernels.mamba3_step_kernel, step)
     for name, (kernel, constants) in forms.items():
         types = dict.fromkeys(set(kernel.arg_names) - {*low, "pos", "T"}, "fp32") | {"edges": "fp32", "arriving": "fp64"}
         types |= {"edges": "fp64"} if name == "angles" else {}
-        types |= {arg: "=i32" for arg in kernel.arg_names if arg.endswith(("_batch", "_row", "_head")) or arg == "rows"}
-        yield f"mamba3 {name}", kernel, dict(constants), constants.get("num_warps", WARPS), types
+        types |= {arg: "=i32" for arg in kernel.arg_names if arg.endswith(("_batch", "_row", "_head")) or arg in ("rows", "R")}
+        yield f"mamba3 {name}", kernel, _without_warps(constants), constants.get("num_warps", WARPS), types
 
 
 def _loss_kernels():
