@@ -103,7 +103,9 @@ def mamba3_angle_edges_kernel(
     dt, theta, pos, edges, T, R, H: tl.constexpr, HAS_POS: tl.constexpr, L: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
     """The sum of dt theta over the tokens of the document of each chunk's last token, [B, C, H, R] in float64."""
-    h, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # of many tokens there are more chunks than the second axis of a grid can have; heads of a chunk share what they read
+    h, n, b = tl.program_id(0) % H, tl.program_id(0) // H, tl.program_id(1).to(tl.int64)
+    chunks = tl.num_programs(0) // H
     l = tl.arange(0, L)
     t = n * L + l
     dt_l = tl.load(dt + (b * T + t) * H + h, mask=t < T, other=0.0).to(tl.float64)
@@ -114,7 +116,7 @@ def mamba3_angle_edges_kernel(
         r = r0 + tl.arange(0, P)
         turning = tl.load(theta + (b * T + t[:, None]) * R + r[None, :], mask=seen[:, None] & (r < R)[None, :], other=0.0)
         found = tl.sum(tl.where(seen[:, None], dt_l[:, None] * turning.to(tl.float64), 0.0), 0)
-        tl.store(edges + ((b * tl.num_programs(1) + n) * H + h) * R + r, found, mask=r < R)
+        tl.store(edges + ((b * chunks + n) * H + h) * R + r, found, mask=r < R)
 
 
 @triton.jit
@@ -125,13 +127,14 @@ def mamba3_rotate_kernel(
 ):  # fmt: skip
     """Turned k of each token and turned q of its next one, [B, T, H, N]; q of the first, [B, H, N]; products of each token's q and
     k, [B, T, H]; and cosine and sine of the last token's angle, [B, H, R]."""
-    h, n, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    h, n, b = tl.program_id(0) % H, tl.program_id(0) // H, tl.program_id(1).to(tl.int64)
+    chunks = tl.num_programs(0) // H
     l = tl.arange(0, L)
     t = n * L + l
     inside = t < T
     at, document, documents = documents_of(pos + b * T, t, l, T, HAS_POS)
     dt_l = tl.load(dt + (b * T + t) * H + h, mask=inside, other=0.0).to(tl.float64)
-    of_row, last_chunk = (b * T * H + h) * N, n == tl.num_programs(1) - 1
+    of_row, last_chunk = (b * T * H + h) * N, n == chunks - 1
     found = tl.zeros([L], tl.float32)
     for r0 in tl.static_range(0, (N + 1) // 2, P):
         r, x = r0 + tl.arange(0, P), 2 * r0 + tl.arange(0, 2 * P)
@@ -144,7 +147,7 @@ def mamba3_rotate_kernel(
         if r0 < R:
             turning = inside[:, None] & (r < R)[None, :]
             theta_lp = tl.load(theta + (b * T + t[:, None]) * R + r[None, :], mask=turning, other=0.0)
-            of_chunk = arriving + ((b * tl.num_programs(1) + n) * H + h) * R
+            of_chunk = arriving + ((b * chunks + n) * H + h) * R
             cos, sin = angles_of(dt_l, theta_lp, of_chunk, r, at, l, document, documents, R, HAS_POS, EARLIER)
             k_a, k_b = k_a * cos - k_b * sin, k_a * sin + k_b * cos
             q_a, q_b = q_a * cos - q_b * sin, q_a * sin + q_b * cos
@@ -163,19 +166,20 @@ def mamba3_rotate_kernel(
 @triton.jit
 def mamba3_rotate_backward_kernel(
     B, C, dt, theta, B_bias, C_bias, pos, arriving, dnext, dfirst, dk, down, dcos, dsin, dB, dC, biases, edges, ddt, dtheta, T,
-    B_batch, B_row, B_head, C_batch, C_row, C_head, dnext_batch, dnext_row, dnext_head, dk_batch, dk_row, dk_head, N:
-    tl.constexpr, R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, HAS_POS: tl.constexpr, EARLIER: tl.constexpr, L:
-    tl.constexpr, P: tl.constexpr,
+    B_batch, B_row, B_head, C_batch, C_row, C_head, dnext_batch, dnext_row, dnext_head, dk_batch, dk_row, dk_head,
+    N: tl.constexpr, R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, HAS_POS: tl.constexpr, EARLIER: tl.constexpr,
+    L: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Derivatives to B and C, [B, T, G, N], and of each chunk to both biases, [B, C, H, N, 2]. Of an angle's derivative as far as
     this chunk's tokens have it: to dt of a block of pairs, [blocks, B, T, H], to theta of a group, [G, B, T, R], and what the
     chunk before gets of it, [B, C, H, R]."""
-    n, b, g = tl.program_id(1), (tl.program_id(2) // (H // S)).to(tl.int64), tl.program_id(2) % (H // S)
-    chunks, batch = tl.num_programs(1), tl.num_programs(2) // (H // S)
+    blocks: tl.constexpr = ((N + 1) // 2 + P - 1) // P
+    block, n, chunks = tl.program_id(0) % blocks, tl.program_id(0) // blocks, tl.num_programs(0) // blocks
+    b, g, batch = (tl.program_id(1) // (H // S)).to(tl.int64), tl.program_id(1) % (H // S), tl.num_programs(1) // (H // S)
     l = tl.arange(0, L)
     t = n * L + l
     inside = t < T
-    r0 = tl.program_id(0) * P
+    r0 = block * P
     r, x = r0 + tl.arange(0, P), 2 * r0 + tl.arange(0, 2 * P)
     at, document, documents = documents_of(pos + b * T, t, l, T, HAS_POS)
     B_a, B_b = load_pairs(B + b * B_batch + g * B_head, t, B_row, x, inside, N, P)
@@ -223,7 +227,7 @@ def mamba3_rotate_backward_kernel(
             dangle = sums_in_chunk(tl.where(turning, dangle, 0.0), document, documents, HAS_POS, True)
             tl.store(edges + of_chunk + (l * 0)[:, None] + r[None, :], dangle, mask=(l == 0)[:, None] & (r < R)[None, :])
             to_dt = tl.sum(dangle * theta_lp, 1)
-            tl.store(ddt + ((tl.program_id(0) * batch + b) * T + t) * H + h, to_dt, mask=inside)
+            tl.store(ddt + ((block * batch + b) * T + t) * H + h, to_dt, mask=inside)
             dtheta_lp += dangle * dt_l[:, None]
         # a token's own product of q and k is not turned
         dq_a, dq_b, dk_a, dk_b = dq_a + down_l * k_a, dq_b + down_l * k_b, dk_a + down_l * q_a, dk_b + down_l * q_b

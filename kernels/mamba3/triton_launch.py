@@ -102,7 +102,7 @@ class _Rotated(torch.autograd.Function):
         k, next_q = (new(batch, length, heads, states) for _ in range(2))
         first, own = new(batch, heads, states, dtype=torch.float32), new(batch, length, heads, dtype=torch.float32)
         cos, sin = (new(batch, heads, pairs, dtype=torch.float32) for _ in range(2))
-        _kernels.mamba3_rotate_kernel[(heads, chunks, batch)](
+        _kernels.mamba3_rotate_kernel[(heads * chunks, batch)](
             B, C, dt, theta, B_bias, C_bias, _or(pos, dt), _or(arriving, dt), k, next_q, first, own, cos, sin, length,
             *launch_utils.strides(B, C), **constants,
         )  # fmt: skip
@@ -125,7 +125,7 @@ class _Rotated(torch.autograd.Function):
         biases = dt.new_empty(batch, chunks, heads, states, 2)
         edges_BCHR = dt.new_empty(batch, chunks, heads, pairs)
         ddt, dtheta = dt.new_empty(turning, batch, length, heads), dt.new_empty(groups, batch, length, pairs)
-        _kernels.mamba3_rotate_backward_kernel[(blocks, chunks, batch * groups)](
+        _kernels.mamba3_rotate_backward_kernel[(blocks * chunks, batch * groups)](
             B, C, dt, theta, B_bias, C_bias, _or(pos, dt), _or(arriving, dt), dnext, dfirst, dk, down, dcos, dsin, dB, dC, biases,
             edges_BCHR, ddt, dtheta, length, *launch_utils.strides(B, C, dnext, dk), **ctx.constants,
         )  # fmt: skip
@@ -177,7 +177,7 @@ def _arriving_angles(dt: Tensor, theta: Tensor, pos: Tensor | None, chunks: int,
         return None
     (batch, length, heads), pairs = dt.shape, theta.shape[2]
     edges_BCHR = dt.new_empty(batch, chunks, heads, pairs, dtype=torch.float64)
-    _kernels.mamba3_angle_edges_kernel[(heads, chunks, batch)](dt, theta, _or(pos, dt), edges_BCHR, length, **constants)
+    _kernels.mamba3_angle_edges_kernel[(heads * chunks, batch)](dt, theta, _or(pos, dt), edges_BCHR, length, **constants)
     return arriving_sums(edges_BCHR, chunked_positions(pos, dt), backward=False)[0].contiguous()
 
 
