@@ -54,7 +54,10 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
         {"x_read": (32, 64), "warps_read": (4, 8)},
         {"warps_scores": (4, 8)},
         {"stages": (1, 2, 3)},
-        {"heads": (4, 8, 16)},
+        {"x_shared": (32, 64, 128), "warps_shared": (4, 8), "registers_shared": (128, 168, 255)},
+        {"stages_shared": (2, 3, 4)},
+        {"warps_scores_shared": (4, 8), "registers_scores_shared": (128, 255)},
+        {"heads": (8, 16, 32, 64)},
     ),
     delta_rule.KERNEL: (
         {"values": (32, 64), "warps_walk": (4, 8)},

@@ -253,116 +253,98 @@ def gla_chunk_dqk_kernel(
     rx_batch, rx_row, rx_head, ry_batch, ry_row, ry_head, wx_batch, wx_row, wx_head, wy_batch, wy_row, wy_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
     READ: tl.constexpr, WRITE: tl.constexpr, DOT_DTYPE: tl.constexpr, PRECISE: tl.constexpr, NEAR: tl.constexpr,
-    LEVELS: tl.constexpr, SHARE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """Derivatives along x: to rx, [B, T, Q, X], if READ, and to wx, [B, T, H, X], and the log-decays, [B, T, H, X] or, of a SCALAR,
     of each block of x [X / BX, B, T, H], if WRITE; scores are those of ry and wy, without decays. PRECISE: of
-    channels, what is read within a chunk is of wx with twice DOT_DTYPE's digits. SHARE: heads, one after the other, that a program
-    has; of more than one the derivatives to rx and wx are sums, [B, T, H / SHARE, X]."""
-    PARTS: tl.constexpr = H // SHARE
+    channels, what is read within a chunk is of wx with twice DOT_DTYPE's digits."""
     xs, n = tl.program_id(0), tl.program_id(1)
     x = xs * BX + tl.arange(0, BX)
-    b, share = (tl.program_id(2) // PARTS).to(tl.int64), tl.program_id(2) % PARTS
+    b, h = (tl.program_id(2) // H).to(tl.int64), tl.program_id(2) % H
     t, i = n * C + tl.arange(0, C), tl.arange(0, C)
     at = load_positions(pos + b * T, t, T, HAS_POS)
     at_last = last_token(at, C)
-    if SHARE > 1:
-        sum_r, sum_w = tl.zeros([C, BX], tl.float32), tl.zeros([C, BX], tl.float32)
-    for one in range(SHARE):
-        h = share * SHARE + one
-        of_state = ((b * H + h) * chunks + n) * (X * Y)
-        here = sums + (b * T * H + h) * X if GATE == CHANNEL else sums + b * T * H + h
-        grad_w = tl.zeros([C, BX], tl.float32)
-        # what a gate's gradient grows by from a token on to the one before it, of a SCALAR in all channels together, and what it is
-        # behind the chunk
-        flow = tl.zeros([C], tl.float32) if GATE == SCALAR else tl.zeros([C, BX], tl.float32)
-        behind = tl.zeros([BX], tl.float32)
-        for group in tl.static_range(G):
-            q = h * G + group
-            found = tl.zeros([C, BX], tl.float32)
-            for y0 in range(0, Y, BY):
-                y = y0 + tl.arange(0, BY)
-                S = load_state_block(states + of_state, x, y, X, Y)
-                found += dot(load_tokens(ry + b * ry_batch + q * ry_head, t, ry_row, y, T, Y), tl.trans(S), DOT_DTYPE)
-                if WRITE and group == 0:
-                    dS = load_state_block(cotangents + of_state, x, y, X, Y)
-                    grad_w += dot(load_tokens(wy + b * wy_batch + h * wy_head, t, wy_row, y, T, Y), tl.trans(dS), DOT_DTYPE)
-                    if GATE != NONE:
-                        behind += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-            summed = load_gate_sums(here, t, T, x, H, X, GATE)
-            w_x = load_tokens(wx + b * wx_batch + h * wx_head, t, wx_row, x, T, X)
-            r_x = load_tokens(rx + b * rx_batch + q * rx_head, t, rx_row, x, T, X) if WRITE else w_x
-            since = decay_from_start(summed, at, C, HAS_POS)
-            found *= since if GATE == CHANNEL else since[:, None]
+    of_state = ((b * H + h) * chunks + n) * (X * Y)
+    here = sums + (b * T * H + h) * X if GATE == CHANNEL else sums + b * T * H + h
+    grad_w = tl.zeros([C, BX], tl.float32)
+    # what a gate's gradient grows by from a token on to the one before it, of a SCALAR in all channels together, and what it is
+    # behind the chunk
+    flow = tl.zeros([C], tl.float32) if GATE == SCALAR else tl.zeros([C, BX], tl.float32)
+    behind = tl.zeros([BX], tl.float32)
+    for group in tl.static_range(G):
+        q = h * G + group
+        found = tl.zeros([C, BX], tl.float32)
+        for y0 in range(0, Y, BY):
+            y = y0 + tl.arange(0, BY)
+            S = load_state_block(states + of_state, x, y, X, Y)
+            found += dot(load_tokens(ry + b * ry_batch + q * ry_head, t, ry_row, y, T, Y), tl.trans(S), DOT_DTYPE)
             if WRITE and group == 0:
-                if GATE == CHANNEL:
-                    total = tl.sum(tl.where((i == C - 1)[:, None], summed, 0.0), 0)
-                    grad_w *= decay_to_end(summed, total[None, :], at_last, C, HAS_POS)
-                else:
-                    total = last_token(summed, C)
-                    grad_w *= decay_to_end(summed, total, at_last, C, HAS_POS)[:, None]
-                if GATE == CHANNEL:
-                    flow -= w_x * grad_w
-                    behind = behind * chunk_decay(total, at_last, C, HAS_POS) - tl.sum(flow, 0)
-                elif GATE == SCALAR:
-                    written = w_x * grad_w
-                    behind = behind * chunk_decay(total, at_last, C, HAS_POS) + tl.sum(written, 0)
-                    flow -= tl.sum(written, 1)
-            if WRITE and GATE == CHANNEL:
-                flow += r_x * found * scale
-            elif WRITE and GATE == SCALAR:
-                flow += tl.sum(r_x * found, 1) * scale
-            P = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
+                dS = load_state_block(cotangents + of_state, x, y, X, Y)
+                grad_w += dot(load_tokens(wy + b * wy_batch + h * wy_head, t, wy_row, y, T, Y), tl.trans(dS), DOT_DTYPE)
+                if GATE != NONE:
+                    behind += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        summed = load_gate_sums(here, t, T, x, H, X, GATE)
+        w_x = load_tokens(wx + b * wx_batch + h * wx_head, t, wx_row, x, T, X)
+        r_x = load_tokens(rx + b * rx_batch + q * rx_head, t, rx_row, x, T, X) if WRITE else w_x
+        since = decay_from_start(summed, at, C, HAS_POS)
+        found *= since if GATE == CHANNEL else since[:, None]
+        if WRITE and group == 0:
             if GATE == CHANNEL:
-                for level in tl.range(NEAR - 1, LEVELS, num_stages=1 if PRECISE else None):
-                    apart = (summed - load_gate_sums(here, n * C + split_token(level, C), T, x, H, X, GATE)).to(tl.float32)
-                    # within a block of 2^NEAR both are on either side of the token between them
-                    far = -tl.abs(apart)
-                    for_r = tl.exp2(tl.where(level < NEAR, apart, far))
-                    for_w = tl.exp2(tl.where(level < NEAR, -apart, far))
-                    P_level = tl.where(tl.where(level < NEAR, same_block(NEAR, C), joined_pairs(level, C)), P, 0.0)
-                    if PRECISE:
-                        w_level = w_x * for_w
-                        read = dot_split(P_level, w_level, DOT_DTYPE)
-                    else:
-                        w_level = round_operand(w_x * for_w, DOT_DTYPE)
-                        read = dot(P_level, w_level, DOT_DTYPE)
-                    found += for_r * read
-                    if WRITE:
-                        r_level = round_operand(r_x * for_r, DOT_DTYPE)
-                        written = dot(tl.trans(P_level), r_level, DOT_DTYPE)
-                        grad_w += for_w * written * scale
-                        # every pair is the same number in both, so those on one side of a gate cancel
-                        flow += (r_level * read - w_level * written) * scale
+                total = tl.sum(tl.where((i == C - 1)[:, None], summed, 0.0), 0)
+                grad_w *= decay_to_end(summed, total[None, :], at_last, C, HAS_POS)
             else:
-                P_all = P * pairwise_decays(summed, at, C, GATE, HAS_POS)
-                read = dot(P_all, w_x, DOT_DTYPE)
-                found += read
-                if WRITE:
-                    written = dot(tl.trans(P_all), r_x, DOT_DTYPE)
-                    grad_w += written * scale
-                    if GATE == SCALAR:
-                        flow += tl.sum(round_operand(r_x, DOT_DTYPE) * read - round_operand(w_x, DOT_DTYPE) * written, 1) * scale
-            if READ:
-                if SHARE == 1:
-                    store_tokens(out_r + (b * T * (H * G) + q) * X, t, H * G * X, x, T, X, found * scale)
-                else:
-                    sum_r += found * scale
-        if WRITE:
-            if SHARE == 1:
-                store_tokens(out_w + (b * T * H + h) * X, t, H * X, x, T, X, grad_w)
-            else:
-                sum_w += grad_w
+                total = last_token(summed, C)
+                grad_w *= decay_to_end(summed, total, at_last, C, HAS_POS)[:, None]
             if GATE == CHANNEL:
-                store_tokens(out_g + (b * T * H + h) * X, t, H * X, x, T, X, reverse_cumsum(flow, C, DOT_DTYPE) + behind[None, :])
+                flow -= w_x * grad_w
+                behind = behind * chunk_decay(total, at_last, C, HAS_POS) - tl.sum(flow, 0)
             elif GATE == SCALAR:
-                # of [1, BX]: with a sum over one dimension alone Triton 3.6 fails for sm_100
-                grad_g = tl.cumsum(flow, 0, reverse=True) + tl.sum(behind[None, :], 1)
-                to = out_g + ((xs * (tl.num_programs(2) // PARTS) + b) * T * H + h)
-                tl.store(to + t.to(tl.int64) * H, grad_g, mask=t < T)
-    if SHARE > 1:
-        to = (b * T * PARTS + share) * X
+                written = w_x * grad_w
+                behind = behind * chunk_decay(total, at_last, C, HAS_POS) + tl.sum(written, 0)
+                flow -= tl.sum(written, 1)
+        if WRITE and GATE == CHANNEL:
+            flow += r_x * found * scale
+        elif WRITE and GATE == SCALAR:
+            flow += tl.sum(r_x * found, 1) * scale
+        P = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
+        if GATE == CHANNEL:
+            for level in tl.range(NEAR - 1, LEVELS, num_stages=1 if PRECISE else None):
+                apart = (summed - load_gate_sums(here, n * C + split_token(level, C), T, x, H, X, GATE)).to(tl.float32)
+                # within a block of 2^NEAR both are on either side of the token between them
+                far = -tl.abs(apart)
+                for_r = tl.exp2(tl.where(level < NEAR, apart, far))
+                for_w = tl.exp2(tl.where(level < NEAR, -apart, far))
+                P_level = tl.where(tl.where(level < NEAR, same_block(NEAR, C), joined_pairs(level, C)), P, 0.0)
+                if PRECISE:
+                    w_level = w_x * for_w
+                    read = dot_split(P_level, w_level, DOT_DTYPE)
+                else:
+                    w_level = round_operand(w_x * for_w, DOT_DTYPE)
+                    read = dot(P_level, w_level, DOT_DTYPE)
+                found += for_r * read
+                if WRITE:
+                    r_level = round_operand(r_x * for_r, DOT_DTYPE)
+                    written = dot(tl.trans(P_level), r_level, DOT_DTYPE)
+                    grad_w += for_w * written * scale
+                    # every pair is the same number in both, so those on one side of a gate cancel
+                    flow += (r_level * read - w_level * written) * scale
+        else:
+            P_all = P * pairwise_decays(summed, at, C, GATE, HAS_POS)
+            read = dot(P_all, w_x, DOT_DTYPE)
+            found += read
+            if WRITE:
+                written = dot(tl.trans(P_all), r_x, DOT_DTYPE)
+                grad_w += written * scale
+                if GATE == SCALAR:
+                    flow += tl.sum(round_operand(r_x, DOT_DTYPE) * read - round_operand(w_x, DOT_DTYPE) * written, 1) * scale
         if READ:
-            store_tokens(out_r + to, t, PARTS * X, x, T, X, sum_r)
-        if WRITE:
-            store_tokens(out_w + to, t, PARTS * X, x, T, X, sum_w)
+            store_tokens(out_r + (b * T * (H * G) + q) * X, t, H * G * X, x, T, X, found * scale)
+    if WRITE:
+        store_tokens(out_w + (b * T * H + h) * X, t, H * X, x, T, X, grad_w)
+        if GATE == CHANNEL:
+            store_tokens(out_g + (b * T * H + h) * X, t, H * X, x, T, X, reverse_cumsum(flow, C, DOT_DTYPE) + behind[None, :])
+        elif GATE == SCALAR:
+            # of [1, BX]: with a sum over one dimension alone Triton 3.6 fails for sm_100
+            grad_g = tl.cumsum(flow, 0, reverse=True) + tl.sum(behind[None, :], 1)
+            to = out_g + (xs * (tl.num_programs(2) // H) + b) * T * H + h
+            tl.store(to + t.to(tl.int64) * H, grad_g, mask=t < T)

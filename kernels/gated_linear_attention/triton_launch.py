@@ -5,8 +5,6 @@ output and which the gradients. Only the arguments are saved for the backward pa
 The states between chunks are recomputed.
 """
 
-import math
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,13 +12,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
-from baton.kernels.gated_linear_attention.launch_args import NEAR, QKV, LaunchConfig, PreActivations, PreparedGates, Side
+from baton.kernels.gated_linear_attention.launch_args import (
+    QKV,
+    Launch,
+    LaunchConfig,
+    PreActivations,
+    PreparedGates,
+    Side,
+    gate_kind,
+)
 from baton.kernels.gated_linear_attention.reference import Gate
-
-_kernels = LazyModule("baton.kernels.gated_linear_attention.triton_kernels")
+from baton.kernels.gated_linear_attention.shared_launch import launch_shared_dqk
 
 KERNEL = "gated_linear_attention"
 _DEFAULT = LaunchConfig()
@@ -88,73 +92,14 @@ def gla_final_state_triton(
     return run.state(run.launch_chunk_h(prepared.written, wy, prepared, None, keep=False)[1])
 
 
-class LinearAttentionLaunch:
-    """Shapes and launches of one call: scale sum_i rx_i^T S_i ry_i, see `triton_kernels`. low: whether matmuls are computed in
-    bfloat16. near: log2 of the tokens over half of which all decays together are at least 2^-96, or more than a chunk has."""
-
-    def __init__(
-        self, gate: Gate, scale: float, pos: Tensor | None, g: Tensor | None, given: QKV, config: LaunchConfig, *, low: bool,
-        near: int = NEAR,
-    ) -> None:  # fmt: skip
-        self.swapped = gate == "value"
-        # a query or key that all heads share has a head stride of 0
-        self.shared = not self.swapped and given.v.shape[2] > 1 and given.q.stride(2) == given.k.stride(2) == 0
-        self.batch, self.length, self.heads, d_value = given.v.shape
-        self.query_heads, d_key = given.q.shape[2], given.k.shape[3]
-        self.given, self.device, self.g, self.pos = (
-            given,
-            given.v.device,
-            None if g is None else launch_utils.contiguous_last_dim(g),
-            pos,
-        )
-        self.config = config if low else config.for_float32
-        self.sizes = (d_value, d_key) if self.swapped else (d_key, d_value)
-        self.scale, self.near = scale, near
-        self.chunks = -(-self.length // self.config.chunk)
-        self.kernels = _kernels
-        self.kept = torch.bfloat16 if low else torch.float32
-        self.gate, self.per_channel = _kind(gate), gate in ("key", "value")
-        self.common = {
-            "H": self.heads, "G": self.query_heads // self.heads, "GATE": self.gate, "HAS_POS": pos is not None,
-            "C": self.config.chunk, "num_stages": self.config.stages,
-        }  # fmt: skip
-        self.low = {"DOT_DTYPE": launch_utils.triton_bfloat16() if low else None}
-
-    @property
-    def levels(self) -> dict[str, int]:
-        """Constants of kernels that join blocks of tokens, see `triton_common`."""
-        levels = self.config.chunk.bit_length() - 1
-        return {"NEAR": min(self.near, levels), "LEVELS": levels}
+class LinearAttentionLaunch(Launch):
+    """The launches of one call."""
 
     @property
     def keeps_scores(self) -> bool:
         """Whether the output's scores are saved for the backward pass."""
         widths = (x.shape[3] * (1 if x.stride(2) == 0 else x.shape[2]) for x in self.given)
         return SCORES_SHARE * self.query_heads * self.config.chunk <= sum(widths)
-
-    @property
-    def queries(self) -> Side:
-        """Along x and y, as far as q says."""
-        return Side(None, self.given.q) if self.swapped else Side(self.given.q, None)
-
-    @property
-    def writes(self) -> tuple[Tensor, Tensor]:
-        """Along x and along y."""
-        return (self.given.v, self.given.k) if self.swapped else (self.given.k, self.given.v)
-
-    def state(self, x: Tensor) -> Tensor:
-        """[B, H, X, Y] from [B, H, d_key, d_value], or back."""
-        return x.transpose(2, 3) if self.swapped else x
-
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def or_v(self, x: Tensor | None) -> Tensor:
-        """A pointer in place of an absent tensor, which is not read."""
-        return self.given.v if x is None else x
-
-    def block(self, size: int, wanted: int) -> int:
-        return max(16, min(wanted, launch_utils.next_power_of_2(size)))
 
     def launch_prepare(self, r: Tensor | None, w: Tensor | None) -> PreparedGates:
         """Of what is read with and what is written along x."""
@@ -189,7 +134,7 @@ class LinearAttentionLaunch:
         else:
             options |= {"BX": self.block(size, self.config.x_products), "num_warps": self.config.warps}
         if not gated:
-            options["GATE"] = _kind("none")
+            options["GATE"] = gate_kind("none")
         self.kernels.gla_scores_kernel[(self.chunks, self.query_heads, self.batch)](
             r, w, self.or_v(sums), self.or_v(self.pos), found, self.length, *launch_utils.strides(r, w), X=size,
             **self.levels, **options,
@@ -274,28 +219,25 @@ class LinearAttentionLaunch:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """Derivatives, in the dtypes that are given, to what is read with and to what is written along x; and of the latter to the
         log-decays, in float32. What is not rounded when it is read is computed
-        as precisely. Where all heads share what is read and written with, parts of those sums, [B, T, parts, X]."""
+        as precisely."""
         (X, Y), heads, shape = self.sizes, self.heads, (self.batch, self.length)
-        shared = self.shared and read is not None and write is not None
-        share = math.gcd(heads, self.config.heads) if shared else 1
-        r = None if read is None else self.new(*shape, self.query_heads // share, X, dtype=read)
-        w = None if write is None else self.new(*shape, heads // share, X, dtype=write)
+        r = None if read is None else self.new(*shape, self.query_heads, X, dtype=read)
+        w = None if write is None else self.new(*shape, heads, X, dtype=write)
         size, warps = (
             (self.config.x_read, self.config.warps_read) if write is None else (self.config.x_gated, self.config.warps_gated)
         )
         BX = self.block(X, size)
-        # of tiles of 32 by 64 or 16 by 64 ptxas 12.8 makes a kernel whose gates' gradients are wrong (`assembler`); sums over heads
-        # take the registers
-        BY, g = self.block(Y, self.config.y_gated if BX > 32 and share == 1 else 32), None
+        # of tiles of 32 by 64 or 16 by 64 ptxas 12.8 makes a kernel whose gates' gradients are wrong (`assembler`)
+        BY, g = self.block(Y, self.config.y_gated if BX > 32 else 32), None
         blocks = -(-X // BX)
         if write is not None and self.g is not None:
             g = self.new(*shape, heads, X) if self.per_channel else self.new(blocks, *shape, heads)
-        self.kernels.gla_chunk_dqk_kernel[(blocks, self.chunks, self.batch * heads // share)](
+        self.kernels.gla_chunk_dqk_kernel[(blocks, self.chunks, self.batch * heads)](
             self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w), self.or_v(sums), self.or_v(self.pos), scores, states,
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
             *launch_utils.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
             PRECISE=self.low["DOT_DTYPE"] is not None and self.per_channel and read == torch.float32,
-            SHARE=share, BX=BX, BY=BY, num_warps=warps, **self.levels, **self.common, **self.low,
+            BX=BX, BY=BY, num_warps=warps, **self.levels, **self.common, **self.low,
         )  # fmt: skip
         return r, w, g if g is None or self.per_channel else g.sum(0)
 
@@ -342,9 +284,12 @@ class LinearAttentionLaunch:
         of_q, of_k, of_v = (torch.float32 if name in wide else x.dtype for name, x in zip("qkv", (q, k, v), strict=True))
         plain = {"read": of_q, "write": of_k} if self.swapped else {"read": None, "write": of_v}
         y_r, y_w = self.launch_chunk_o(prepared, y, over_x, states, cotangents, projected=projected, **plain)
-        over_y = self.launch_scores(ry, wy, None, gated=False) if over_y is None else over_y
-        gated = {"read": None, "write": of_v} if self.swapped else {"read": of_q, "write": of_k}
-        x_r, x_w, dg = self.launch_chunk_dqk(x, y, prepared.sums, over_y, states, cotangents, **gated)
+        if self.shared:
+            x_r, x_w, dg = launch_shared_dqk(self, x, y, prepared.sums, states, cotangents, read=of_q, write=of_k)
+        else:
+            over_y = self.launch_scores(ry, wy, None, gated=False) if over_y is None else over_y
+            gated = {"read": None, "write": of_v} if self.swapped else {"read": of_q, "write": of_k}
+            x_r, x_w, dg = self.launch_chunk_dqk(x, y, prepared.sums, over_y, states, cotangents, **gated)
         dq, dk, dv = (y_r, y_w, x_w) if self.swapped else (x_r, x_w, y_w)
         return dq, dk, dv, dg, None if first is None else self.state(dfirst)
 
@@ -375,12 +320,3 @@ class _Gla(torch.autograd.Function):
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))
         grads = (dq, dk, dv, None if g is None else dg.to(g.dtype), dfirst)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:5], grads, strict=True)), *(None,) * 4)
-
-
-@cache
-def _kind(gate: Gate) -> int:
-    """Of the gate, as the kernels call it."""
-    kernels = _kernels
-    kinds = {"none": kernels.NONE, "scalar": kernels.SCALAR, "key": kernels.CHANNEL, "value": kernels.CHANNEL}
-    value: int = kinds[gate].value
-    return value

@@ -49,6 +49,8 @@ COUNTS = {
     "N",
     "T",
     "chunks",
+    "share",
+    "count",
     "piece",
     "pieces",
     "memories",
@@ -153,7 +155,7 @@ def _matrix_kernels(arch):
     from baton.kernels.compile import launch_configs
     from baton.kernels.delta_rule import triton_launch as delta_rule
     from baton.kernels.delta_rule import wy_backward_kernels, wy_forward_kernels
-    from baton.kernels.gated_linear_attention import triton_kernels
+    from baton.kernels.gated_linear_attention import shared_kernels, triton_kernels
     from baton.kernels.gated_linear_attention import triton_launch as gated_linear_attention
     from baton.kernels.gated_linear_attention.triton_common import CHANNEL, NONE, SCALAR
     from baton.kernels.generalized_delta_rule import pair_kernels
@@ -215,12 +217,19 @@ def _matrix_kernels(arch):
         for write in (False, True):
             size, warps = (config.x_gated, config.warps_gated) if write else (config.x_read, config.warps_read)
             sizes = {"BX": min(X, size), "BY": min(Y, config.y_gated if size > 32 else 32), "Y": Y}
-            share = config.heads if write and name == "mamba2" else 1
-            gated = {**headed, **low, **levels, **stages, **sizes, "READ": True, "WRITE": write, "SHARE": share}
-            gated["PRECISE"] = name == "gsa"
-            if share > 1:
-                gated["BY"] = 32
+            gated = {**headed, **low, **levels, **stages, **sizes, "READ": True, "WRITE": write, "PRECISE": name == "gsa"}
             yield f"{name} chunk_dqk{' backward' * write}", triton_kernels.gla_chunk_dqk_kernel, gated, warps, of_slots
+        if name == "mamba2":
+            headed = {name: n for name, n in headed.items() if name != "G"}
+            sizes = {"Y": Y, "BX": min(X, config.x_shared), "BY": BY["BY"], "ry_row": 64 * Y, "wy_row": 64 * Y + 2 * X}
+            shared = {**headed, **low, **sizes, "num_stages": config.stages_shared}
+            types_shared = {**types, "flow_to": "fp32", "flows": "fp32"}
+            few = {**shared, "maxnreg": config.registers_scores_shared}
+            yield "mamba2 shared scores", shared_kernels.gla_shared_scores_kernel, few, config.warps_scores_shared, types_shared
+            few = {**shared, "maxnreg": config.registers_shared}
+            yield "mamba2 shared dqk", shared_kernels.gla_shared_dqk_kernel, few, config.warps_shared, types_shared
+            of_gates = {"H": headed["H"], "C": config.chunk, "BH": 32}
+            yield "mamba2 shared dg", shared_kernels.gla_shared_dg_kernel, of_gates, 4, {**types_shared, "out": "fp32"}
 
     def launch_config_of(kernel, shape):
         return replace(kernel.LaunchConfig(), **launch_configs.for_device_names(kernel.KERNEL, names(arch), shape))
@@ -277,7 +286,7 @@ def _matrix_kernels(arch):
     yield of_channels("walk back", channel.channel_u_backward_kernel, config.warps_backward, **back)
     yield of_channels("pairs", channel.channel_pairs_kernel, config.warps, BY=config.y_chunk)
     yield of_channels("strengths of 0", channel.channel_dbeta_zero_kernel, 4, BX=16, BY=small, num_stages=1)
-    sizes = {"BX": config.x_gated, "BY": config.y_gated if config.x_gated > 32 else 32, "G": 2, "SHARE": 1, "num_stages": 1}
+    sizes = {"BX": config.x_gated, "BY": config.y_gated if config.x_gated > 32 else 32, "G": 2, "num_stages": 1}
     gate = {"GATE": CHANNEL.value, "READ": True, "WRITE": True, "PRECISE": False}
     name, *kernel, _ = of_channels("gradients", triton_kernels.gla_chunk_dqk_kernel, config.warps_gated, **sizes, **gate)
     yield name, *kernel, {**types, "out_w": "fp32"}
