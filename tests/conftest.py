@@ -7,6 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+# Threads of one process that wait for each other spin: where four workers share two cores, a run of one rank would take four times
+# the processor time. Also of what the tests start, and before NumPy and torch are imported, which read it then.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from hypothesis import HealthCheck, settings
 from support.pool import Pool

@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 import torch
 from support.presets import presets
-from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from baton.models.config import ModelConfig
 from baton.models.lm import LanguageModel
@@ -72,6 +71,8 @@ def test_mamba_sizes(name):
 
 @pytest.mark.parametrize("name", MAMBA2)
 def test_mamba2_sizes_are_those_of_transformers(name):
+    from transformers import Mamba2Config, Mamba2ForCausalLM  # seconds, which only the worker of this file is to spend
+
     width, layers = MAMBA2[name]
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_heads": 2 * width // 64, "head_dim": 64, "n_groups": 1}
     with torch.device("meta"):

@@ -50,9 +50,13 @@ IMPORTED = (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     # what files of tests import, which ranks of support/pool.py read
-    *("pytest", "hypothesis", "setuptools", "support.pool"),
+    *("pytest", "hypothesis", "setuptools", "support.pool", "support.grid", "support.pool_runs", "support.recurrences"),
+    *("support.checkpoints", "support.long_form", "baton.data_pipeline.prepare", "baton.data_pipeline.tokenizer_training"),
+    # what checkpoints need, and Dynamo, which a process imports that makes activations again
+    *("pydantic.dataclasses", "torch.utils.serialization", "deepspeed.utils.pin_memory", "numpy.fft"),
+    "torch._decomp.decompositions_for_rng",
 )
-"""Besides DeepSpeed itself. A module that is missing here is imported by each process that needs it."""
+"""Besides DeepSpeed itself, all mixers and Dynamo. A module that is missing here is imported by each process that needs it."""
 
 _DIE_WITH_PARENT = 1  # of prctl
 
@@ -151,6 +155,7 @@ def serve(number: int) -> None:
     import torch
 
     from baton.launcher.worker import import_for
+    from baton.models.settings import kinds
     from baton.parallel import compat
 
     import_for("cpu")
@@ -158,6 +163,9 @@ def serve(number: int) -> None:
         for name in IMPORTED:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+        for name in kinds():
+            importlib.import_module(f"baton.models.mixers.{name}")
+    importlib.import_module("torch._dynamo")  # a process that makes activations again does
     torch.set_num_threads(1)
     gc.freeze()  # the collector of a forked process does not touch, and so does not copy, this memory
     # ends where the other end is closed, also with messages that nobody has read

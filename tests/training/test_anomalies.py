@@ -37,6 +37,7 @@ from baton.training.monitoring.anomaly_recovery import AnomalyRecovery
 from baton.training.monitoring.config import GuardConfig, MonitoringConfig
 from baton.training.monitoring.event_log import EventLog, read_events
 from baton.training.monitoring.metrics import read_metrics
+from baton.training.monitoring.tensorboard import TensorBoardWriter
 from baton.training.run import RunSettings
 from baton.training.step.executor import StepExecutor
 
@@ -294,7 +295,7 @@ def run(mesh, corpus, bad, folder, policy, bptt=None, every=5):
         monitoring=MonitoringConfig(update_norm_every=4, state_grad_norm_every=1),
         guard=GuardConfig(policy=policy, max_interventions=2),
     )
-    theirs = run_setup.build
+    theirs, add = run_setup.build, TensorBoardWriter.add
 
     def build_poisoned(*arguments):
         train_state = theirs(*arguments)
@@ -305,13 +306,18 @@ def run(mesh, corpus, bad, folder, policy, bptt=None, every=5):
         train_state.model.embedding.register_forward_hook(poison)
         return train_state
 
-    run_setup.build = build_poisoned
-    try:
-        loop.train(RunSettings(folder, config, data, settings, ""), mesh)
-    except RunError as error:
-        return str(error)
-    finally:
-        run_setup.build = theirs
+    def without_pictures(writer, row):
+        # of the State gradients of every step: each takes half a second
+        if row["kind"] != "state_gradients":
+            add(writer, row)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_setup, "build", build_poisoned)
+        patch.setattr(TensorBoardWriter, "add", without_pictures)
+        try:
+            loop.train(RunSettings(folder, config, data, settings, ""), mesh)
+        except RunError as error:
+            return str(error)
     return None
 
 
