@@ -187,14 +187,17 @@ def test_attention_writes_what_reading_all_again_would(window, lengths, monkeypa
         settings = config.mixers["attention"].model_copy(update={"window": window})
         config = config.model_copy(update={"mixers": {"attention": settings}})
     model, prompts = language_model(config, seed=2), prompts_of(lengths)
-    expected = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(40):
-            with torch.no_grad():
-                hidden, _ = model(torch.tensor([ids]), torch.arange(len(ids), dtype=torch.int32)[None])
-                ids.append(model.logits(hidden[0, -1])[:61].argmax().item())
-        expected.append(ids[len(prompt) :])
+    # all prompts at once: what stands behind a token does not change it
+    rows, pos = torch.zeros(len(lengths), max(lengths) + 40, dtype=torch.int64), torch.arange(max(lengths) + 40, dtype=torch.int32)
+    for row, prompt in enumerate(prompts):
+        rows[row, : len(prompt)] = torch.tensor(prompt)
+    every, ends = torch.arange(len(lengths)), torch.tensor(lengths)
+    for n in range(40):
+        longest = max(lengths) + n
+        with torch.no_grad():
+            hidden, _ = model(rows[:, :longest], pos[:longest].expand(len(lengths), -1))
+            rows[every, ends + n] = model.logits(hidden[every, ends + n - 1])[:, :61].argmax(-1)
+    expected = [row[end : end + 40].tolist() for row, end in zip(rows, lengths, strict=True)]
     words = {"tokens": 40, "vocab_size": 61, "stop": None, "sampling": Sampling(0)}
     for recorder, recordings in ((None, 0), (StepRecorder(Again), 3 if window in (None, "full_attention") else 1)):
         made.clear()

@@ -225,8 +225,9 @@ def test_every_mixer_and_number_of_segments_gives_the_unsegmented_gradient(pool,
 
 @pytest.mark.parametrize(("ranks", "pipeline", "segments", "gradient"), [(1, 1, 4, 2), (2, 2, 3, 1), (4, 1, 2, 2)])
 def test_truncated_segments_give_the_gradient_that_is_cut_there(pool, single_mesh, ranks, pipeline, segments, gradient):
-    """With the States of the step before carried in; gradients through one segment, some and all of a step's."""
-    own = MIXERS[(ranks // 2 + 1) % 3 :: 3]
+    """With the States of the step before carried in; gradients through one segment, some and all of a step's. Half of the
+    mixers; all of them on all layouts in the long form."""
+    own = MIXERS[1 + 2 * ((ranks // 2 + 1) % 3) :: 6]
     compare(pool, ranks, pipeline, [Case(mixer, segments, torch.float64, gradient) for mixer in own])
 
 
@@ -258,7 +259,7 @@ MANY = ("mamba", "bmojo", "lattice", "hybrid")
     ("ranks", "pipeline", "exact", "truncated"),
     [
         (1, 1, ("full_attention",), ()),
-        (2, 2, ("mamba", "bmojo", "full_attention"), ("mamba",)),
+        (2, 2, ("bmojo", "full_attention"), ("mamba",)),
         *(pytest.param(n, n, MANY, MANY, marks=pytest.mark.long) for n in (1, 2)),
     ],
 )
@@ -268,7 +269,7 @@ def test_recomputed_activations_and_micro_batches_change_nothing(pool, single_me
     compare(pool, ranks, pipeline, cases)
 
 
-@pytest.mark.parametrize("mixers", [MIXERS[::2], pytest.param(MIXERS[1::2], marks=pytest.mark.long)], ids=len)
+@pytest.mark.parametrize("mixers", [MIXERS[::4], pytest.param(MIXERS, marks=pytest.mark.long)], ids=len)
 def test_without_what_is_carried_the_gradient_is_another(mixers, single_mesh):
     """What the comparisons are worth: the reference's gradient depends on the cut and on the step before."""
     for mixer in (mixer for mixer in mixers if mixer != "swiglu"):

@@ -112,8 +112,9 @@ def steps_of(mesh, mixers, **options):
     return {mixer: steps(mesh, mixer, **options) for mixer in mixers}
 
 
-# always a fifth of the mixers on the one that has everything, and a third of them on two ranks; all of both in the long form
-OFTEN = ((LAYOUTS[-1], MIXERS[::5]), (LAYOUTS[0], MIXERS[1::3]))
+# always an eighth of the mixers on the one that has everything, and a quarter of them on two ranks; all of both in the long form.
+# tests/models/test_sequence_parallel.py always has a layer of each
+OFTEN = ((LAYOUTS[-1], MIXERS[::8]), (LAYOUTS[0], MIXERS[1::4]))
 
 
 @pytest.mark.parametrize(("layout", "mixers"), [*OFTEN, *(pytest.param(x, MIXERS, marks=pytest.mark.long) for x in LAYOUTS)])
