@@ -1,4 +1,4 @@
-"""Which version of Baton wrote a file, and what is said of a file in a format that this one does not read.
+"""Which version of Baton wrote a file, beside which packages, and what is said of a file in a format that this one does not read.
 
 What every format keeps to, so that versions can read each other's files: a key that does not change what the others mean may be
 added at any time, and is ignored by versions that do not know it. Whatever changes a meaning has another number of the format; this
@@ -8,7 +8,7 @@ number stays where it is, and so does the version that wrote the file.
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from typing import Any
 
 PACKAGE = "baton-lm"
@@ -21,6 +21,18 @@ def own_version() -> str:
         return version(PACKAGE)
     except PackageNotFoundError:  # run from its source, without being installed
         return "unknown"
+
+
+def installed_packages() -> dict[str, str]:
+    """The version of every installed distribution, by name. Only the header of its metadata is read: importlib parses all of it,
+    once for the name and once for the version."""
+    found = {}
+    for one in distributions():
+        header = (one.read_text("METADATA") or one.read_text("PKG-INFO") or "").partition("\n\n")[0]
+        values = {name: value.strip() for name, _, value in (line.partition(":") for line in header.splitlines())}
+        if "Name" in values and "Version" in values:  # what is half removed has neither
+            found[values["Name"]] = values["Version"]
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
 def writer(by: object) -> str:

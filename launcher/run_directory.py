@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,8 @@ from pydantic import ValidationError
 from baton.data_pipeline.errors import StorageError, is_transient
 from baton.data_pipeline.file_io import read_text
 from baton.data_pipeline.lock import LockHeldError, exclusive
-from baton.data_pipeline.written_by import by_another
+from baton.data_pipeline.own_yaml import parse_own_yaml
+from baton.data_pipeline.written_by import by_another, installed_packages
 from baton.launcher.changes import changes, refusal, with_changes_in_place
 from baton.launcher.config import RunConfig, resolved_by
 from baton.launcher.devices import Kind, gpu_memory, kind_here
@@ -308,7 +308,7 @@ def read_config(path: Path) -> RunConfig:
     text = ""
     try:
         text = read_text(path)
-        values = yaml.safe_load(text)
+        values = parse_own_yaml(text)
         if isinstance(values, dict) and "model" in values:
             values["model"] = with_settings_of_once(values["model"])
         return RunConfig.model_validate(values)
@@ -344,7 +344,7 @@ def provenance() -> dict[str, object]:
     return {
         "command": sys.argv,
         **source_state(),
-        "packages": {d.name: d.version for d in sorted(distributions(), key=lambda d: d.name.lower())},
+        "packages": installed_packages(),
         "python": platform.python_version(),
         "machine": {
             "host": platform.node(),

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -82,7 +82,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write and sync folder/manifest.json."""
-        body = asdict(self)
+        body = {one.name: getattr(self, one.name) for one in fields(self)}
         if not self.recent:  # versions that do not know it read checkpoints without it
             del body["recent"]
         with open(folder / NAME, "w", encoding="utf-8") as f:

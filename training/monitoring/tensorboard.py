@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
+from baton.data_pipeline.own_yaml import parse_own_yaml
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -120,7 +120,7 @@ def _write_panels(writer: "SummaryWriter", config_text: str) -> None:
     writer.add_custom_scalars(
         {title: {name: ["Multiline", tags] for name, tags in charts.items()} for title, charts in CHARTS.items()}
     )
-    settings = dict(_flatten(yaml.safe_load(config_text)))
+    settings = dict(_flatten(parse_own_yaml(config_text)))
     events = writer.file_writer
     assert events is not None
     for summary in hparams(settings, {"train/loss": 0.0, "validation/loss": 0.0}):
