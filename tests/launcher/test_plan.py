@@ -46,7 +46,7 @@ RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.y
 
 @pytest.fixture(scope="module")
 def measured():
-    return measured_costs.measured()
+    return measured_costs.measured("quick")
 
 
 # ---------------------------------------------------------------------------------------------------------- against the modules

@@ -14,6 +14,7 @@ from support.measured_costs import (
     LONG_OVER_RANKS,
     OFFLOADED,
     SEGMENTED,
+    SEGMENTED_OFTEN,
     SEGMENTED_OVER_RANKS,
     SEGMENTED_OVER_TENSOR,
     SHARED_BY,
@@ -35,7 +36,7 @@ LONG = 1 << 20
 
 @pytest.fixture(scope="module")
 def measured():
-    return measured_costs.measured()["segments"]
+    return measured_costs.measured("quick")["segments"]
 
 
 def long_run(*words, sequence_length=LONG, sequences=1):
@@ -65,10 +66,17 @@ def assert_kept(one, seen, rel=0.03):
     assert kept == pytest.approx(seen["forward"], rel=rel)
 
 
-@pytest.mark.parametrize("variant", SEGMENTED)
-@pytest.mark.parametrize("bptt", BPTT)
-def test_segments_keep_what_is_counted(measured, variant, bptt):
-    one, seen = arithmetic(variant, bptt), measured[f"{variant} {bptt}"]
+@pytest.mark.parametrize(
+    ("variant", "bptt"),
+    [
+        pytest.param(variant, bptt, marks=[] if (variant, bptt) in SEGMENTED_OFTEN else pytest.mark.long)
+        for bptt in BPTT
+        for variant in SEGMENTED
+    ],
+)
+def test_segments_keep_what_is_counted(variant, bptt):
+    form = "quick" if (variant, bptt) in SEGMENTED_OFTEN else "long"
+    one, seen = arithmetic(variant, bptt), measured_costs.measured(form)["segments"][f"{variant} {bptt}"]
     assert one.work.length == BPTT[bptt]["segment"] < CUT_SEQUENCE_LENGTH
     assert_kept(one, seen)
     # six lanes of which a micro-batch reads two
@@ -114,15 +122,16 @@ def test_recomputed_segments_and_those_of_later_stages_keep_what_is_counted(meas
     )
 
 
-@pytest.mark.parametrize(("variant", "bptt"), [case for case in SEGMENTED_OVER_RANKS if case != LONG_OVER_RANKS])
+@pytest.mark.parametrize(("variant", "bptt"), [case for case in SEGMENTED_OVER_RANKS if case not in LONG_OVER_RANKS])
 def test_segments_over_sequence_ranks_keep_and_send_what_is_counted(measured, variant, bptt):
     """The two ends differ: the first rank sends nothing to the left of a group, the last one hands on what leaves it as a whole."""
     assert_kept_and_sent_over_ranks(measured, variant, bptt)
 
 
 @pytest.mark.long
-def test_segments_of_bmojo_over_sequence_ranks_keep_and_send_what_is_counted():
-    assert_kept_and_sent_over_ranks(measured_costs.measured("long")["segments"], *LONG_OVER_RANKS)
+@pytest.mark.parametrize(("variant", "bptt"), LONG_OVER_RANKS)
+def test_longer_ones_over_sequence_ranks_keep_and_send_what_is_counted(variant, bptt):
+    assert_kept_and_sent_over_ranks(measured_costs.measured("long")["segments"], variant, bptt)
 
 
 def assert_kept_and_sent_over_ranks(measured, variant, bptt):
