@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.compare import relative_error
-from support.long_form import some
+from support.long_form import alternating, some
 from support.recurrences import positions, seeded
 
 from baton.kernels.common.kernel_check import gradients, moving
@@ -254,8 +254,11 @@ def attended(inputs, recurrence, poison=None):
     return y, torch.autograd.grad(y.sum(), own[:5], allow_unused=True)
 
 
-@pytest.mark.parametrize("recurrence", [EideticAttention(4, 2, 3), EideticAttention(4, 0, 3, sliding=True)], ids=str)
-@pytest.mark.parametrize("size", [1e3, 1e9, 1e12, 1e16])
+@pytest.mark.parametrize(
+    ("size", "recurrence"),
+    alternating([1e3, 1e9, 1e12, 1e16], [EideticAttention(4, 2, 3), EideticAttention(4, 0, 3, sliding=True)]),
+    ids=str,
+)
 def test_scores_of_any_size_have_finite_weights(recurrence, size):
     """Keys of fading tokens so large, and of others: then a token sees one row, the definition's where the largest is alone."""
     inputs, _ = recurrence.example(seeded(0), 2, 33, torch.float32, wide=False)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.bfloat16 import products_of_bfloat16
 from support.compare import relative_error, worst
 from support.gla import DEVICE, LIMITS, SMALL, compare, example, rounded, with_gradients
-from support.long_form import some
+from support.long_form import alternating, some
 from support.recurrences import positions, seeded
 from support.rounding import products_are_rounded
 
@@ -37,8 +37,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("gate", SIZES)
-@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize(("starts", "gate"), alternating([False, True], SIZES))
 def test_outputs_and_gradients_are_the_definitions(gate, starts):
     compare(gate, SIZES[gate], SMALL, starts=starts, strength=20.0 if starts else 1.0)
 

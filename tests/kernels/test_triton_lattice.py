@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from support.compare import relative_error
+from support.long_form import alternating
 from support.recurrences import positions, seeded
 
 from baton.kernels.lattice.chunk_kernel_utils import load_sectors
@@ -87,8 +88,7 @@ def compare(variant, sizes, config, *, starts, forgets, project=True, dtype=torc
         assert relative_error(x.double().cpu(), expected[name].detach()) <= LIMITS[dtype], name
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize(("starts", "variant"), alternating([True, False], VARIANTS))
 def test_outputs_and_gradients_are_the_definitions(variant, starts):
     compare(variant, (1, 21, 2, 9, 7) if starts else (2, 11, 1, 8, 8), SMALL, starts=starts, forgets=starts)
 
@@ -129,19 +129,20 @@ def test_without_projection_a_token_alone():
     compare("dec", (2, 1, 1, 8, 8), SMALL, starts=False, forgets=True, project=False)
 
 
-@pytest.mark.parametrize("variant", ["enc", "sim"])
-@pytest.mark.parametrize(("sizes", "starts", "steps"), [
-    ((1, 40, 2, 9, 7), False, 8), ((2, 37, 1, 16, 16), True, 4), ((1, 16, 1, 20, 40), True, 16),
-])  # fmt: skip
-def test_chunk_by_chunk(variant, sizes, starts, steps):
+@pytest.mark.parametrize(
+    ("case", "variant"),
+    alternating([((1, 40, 2, 9, 7), False, 8), ((2, 37, 1, 16, 16), True, 4), ((1, 16, 1, 20, 40), True, 16)], ["enc", "sim"]),
+    ids=str,
+)
+def test_chunk_by_chunk(case, variant):
     """Documents that start inside chunks, an incomplete last chunk, slots in several programs, and one or several groups of tokens
     per chunk; forgetting where documents start.
     """
+    sizes, starts, steps = case
     compare(variant, sizes, replace(CHUNKS, group_t=steps), starts=starts, forgets=starts)
 
 
-@pytest.mark.parametrize("variant", ["enc", "sim"])
-@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize(("starts", "variant"), alternating([False, True], ["enc", "sim"]))
 def test_chunks_that_go_token_by_token(variant, starts):
     """Between chunks that do not."""
     compare(variant, (1, 60, 1, 16, 16), CHUNKS, starts=starts, forgets=starts, far=(18, 20, 33))

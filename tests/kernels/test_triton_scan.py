@@ -173,12 +173,12 @@ def test_pieces_with_the_state_handed_on_are_the_whole(kind):
     for cut in (9,):
         for name, value in with_gradients(in_two, given, cotangents, pos=pos, cut=cut).items():
             assert relative_error(value, whole[name]) <= 2e-6, (cut, name)
+    inputs = ScanInputs(*(given[name] for name in ScanInputs._fields))
+    _, final = kernels(given, None, config=WHOLE, **options)
+    found = with_gradients(kernels, given, [cotangents[0], torch.zeros_like(cotangents[1])], pos=None, config=WHOLE, **options)
     for config in (WHOLE, CUT):
-        inputs = ScanInputs(*(given[name] for name in ScanInputs._fields))
         decay, add = state_transition_triton(inputs, pos=None, config=config, **options)
-        _, final = kernels(given, None, config=WHOLE, **options)
         assert relative_error(decay * given["initial"] + add, final) <= 1e-6
-        found = with_gradients(kernels, given, [cotangents[0], torch.zeros_like(cotangents[1])], pos=None, config=WHOLE, **options)
         early = state_transition_backward_triton(inputs, cotangents[0].to(final), pos=None, config=config, **options)
         assert relative_error(early, found["initial"]) <= 1e-6
 

@@ -10,6 +10,12 @@ def some(cases, kept):
     return [case if case in kept else pytest.param(case, marks=pytest.mark.long) for case in cases]
 
 
+def alternating(firsts, seconds):
+    """All pairs; every second one is marked as long, so that every value of either occurs."""
+    pairs = [(n + m, first, second) for n, first in enumerate(firsts) for m, second in enumerate(seconds)]
+    return [pytest.param(*pair, marks=pytest.mark.long if number % 2 else ()) for number, *pair in pairs]
+
+
 def every_pair(*values):
     """All combinations of two-valued options; those are marked as long that are not needed for every pair of values to occur."""
     combinations = list(itertools.product(*values))
