@@ -101,15 +101,30 @@ def values(layout: Layout) -> set[tuple[str, int]]:
     return {(f.name, getattr(layout, f.name)) for f in fields(layout)}
 
 
+def threes(layout: Layout) -> set[tuple[tuple[str, int], ...]]:
+    """Every three of the factors' values in a layout."""
+    return set(itertools.combinations(sorted(values(layout)), 3))
+
+
 @cache
-def selection(models: tuple[str, ...]) -> dict[Layout, tuple[str, ...]]:
+def with_every_three() -> tuple[Layout, ...]:
+    """Few layouts in which every three values of different factors meet that meet in any."""
+    left, chosen = set().union(*map(threes, LAYOUTS)), []
+    while left:
+        chosen.append(max(LAYOUTS, key=lambda layout: len(threes(layout) & left)))
+        left -= threes(chosen[-1])
+    return tuple(chosen)
+
+
+@cache
+def selection(models: tuple[str, ...], layouts: tuple[Layout, ...] = LAYOUTS) -> dict[Layout, tuple[str, ...]]:
     """Models by layout such that every model meets every value of every factor, and every layout, so every combination, some model.
 
     Each model takes the three layouts, which is as few as have all values, that most others have left out.
     """
-    every = set().union(*map(values, LAYOUTS))
-    enough = [three for three in itertools.combinations(LAYOUTS, 3) if set().union(*map(values, three)) == every]
-    chosen: dict[Layout, list[str]] = {layout: [] for layout in LAYOUTS}
+    every = set().union(*map(values, layouts))
+    enough = [three for three in itertools.combinations(layouts, 3) if set().union(*map(values, three)) == every]
+    chosen: dict[Layout, list[str]] = {layout: [] for layout in layouts}
     for model in models:
         for layout in min(enough, key=lambda three: sorted(len(chosen[layout]) for layout in three)[::-1]):
             chosen[layout].append(model)

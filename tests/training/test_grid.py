@@ -1,7 +1,8 @@
 """The equality grid: every mixer with tensor, pipeline, context and data parallelism and ZeRO 0, 1 and 2 equals one process.
 
-Here models that together have a layer of each mixer meet every value of the factors, and every layout, so every combination of
-them, meets a model; `make grid` runs every mixer on every layout and writes docs/equality-grid.md.
+Here models that together have a layer of each mixer meet every value of the factors, and every three values meet in a layout; in
+the long form every layout, so every combination, meets a model. `make grid` runs every mixer on every layout and writes
+docs/equality-grid.md.
 """
 
 import itertools
@@ -9,8 +10,10 @@ import itertools
 import pytest
 import torch
 from support import grid
+from support.long_form import some
 
-SHORT = grid.selection(grid.IN_SHORT)
+SHORT = grid.selection(grid.IN_SHORT, grid.with_every_three())
+REST = {layout: models for layout, models in grid.selection(grid.IN_SHORT).items() if layout not in SHORT}
 
 
 def compared(pool, layout, mixers, precision="float32"):
@@ -19,9 +22,9 @@ def compared(pool, layout, mixers, precision="float32"):
     return {m: grid.errors(grid.one_process(m, precision), [share[n] for share in found]) for n, m in enumerate(mixers)}
 
 
-@pytest.mark.parametrize("layout", SHORT, ids=str)
+@pytest.mark.parametrize("layout", some(grid.LAYOUTS, SHORT), ids=str)
 def test_every_layout_equals_one_process(pool, single_mesh, layout):
-    for mixer, found in compared(pool, layout.keywords, SHORT[layout]).items():
+    for mixer, found in compared(pool, layout.keywords, (SHORT | REST)[layout]).items():
         assert not grid.beyond(mixer, "float32", found), (mixer, found)
 
 
@@ -75,7 +78,7 @@ def test_so_is_a_residual_stream_in_bfloat16(pool, single_mesh, mixer):
     assert rows[0] != rows[1], "the setting changes what is computed"
 
 
-def test_the_short_run_meets_every_value_with_every_mixer_and_every_combination():
+def test_the_short_run_meets_every_value_with_every_mixer_and_every_three_values():
     for model in grid.IN_SHORT:
         chosen = [layout for layout, models in SHORT.items() if model in models]
         assert set().union(*map(grid.values, chosen)) == set().union(*map(grid.values, grid.LAYOUTS))
@@ -83,9 +86,11 @@ def test_the_short_run_meets_every_value_with_every_mixer_and_every_combination(
     others = mixers_of(grid.MIXERS) - mixers_of(grid.IN_SHORT)
     assert others - mixers_of(model for _, models in OTHER_SIZES for model in models) == {"ttt"}
     assert all(SHORT.values())
-    assert set(SHORT) == set(grid.LAYOUTS)
+    assert all(REST.values())
+    assert set(SHORT | REST) == set(grid.LAYOUTS)
+    assert set().union(*map(grid.threes, SHORT)) == set().union(*map(grid.threes, grid.LAYOUTS))
     combinations = itertools.product((1, 2), (1, 2), (1, 2, 4), (0, 1, 2))
-    refused = [c for c in combinations if grid.Layout(*c) not in SHORT]
+    refused = [c for c in combinations if grid.Layout(*c) not in grid.LAYOUTS]
     assert all((pipeline == 2 and zero == 2) or tensor * pipeline * sequence > 8 for tensor, pipeline, sequence, zero in refused)
 
 
