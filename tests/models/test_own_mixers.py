@@ -83,7 +83,7 @@ def text(tmp_path_factory):
 def test_a_run_on_eight_ranks_is_that_on_one_and_writes_text(package, text, single_mesh, tmp_path, monkeypatch, capfd):
     """Over tensor, pipeline and context ranks; and where the package is no more, the run is not gone on with."""
     path = run_file(tmp_path, data=text)
-    ended = Launch(tmp_path / "many", str(path), "layout={tensor: 2, pipeline: 2, context: 2}", where=tmp_path).end()
+    ended = Launch(tmp_path / "many", str(path), "layout={tensor: 2, pipeline: 2, context: 2}", where=tmp_path, forked=True).end()
     assert ended.status == 0, ended.err
     config = with_known_vocabulary(load(path))
     (tmp_path / "one").mkdir()
@@ -99,7 +99,7 @@ def test_a_run_on_eight_ranks_is_that_on_one_and_writes_text(package, text, sing
     assert out.startswith("A recurrence")
     assert len(out.strip()) > len("A recurrence")
     monkeypatch.delenv("PYTHONPATH")
-    ended = Launch(tmp_path / "many", str(path), where=tmp_path).end()
+    ended = Launch(tmp_path / "many", str(path), where=tmp_path, forked=True).end()
     assert (ended.status, ended.err.count("\n")) == (2, 1)
     assert "leaky_package.leaky cannot be imported" in ended.err
 

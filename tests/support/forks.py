@@ -219,7 +219,9 @@ def _become(run: Callable[[], int], environment: dict[str, str], out: int, err: 
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = None  # TMPDIR is read anew
-        for folder in environment.get("PYTHONPATH", "").split(os.pathsep):
+        folders = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+        sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+        for folder in folders:
             if (site := Path(folder) / "sitecustomize.py").is_file():  # as the interpreter does when it starts
                 exec(compile(site.read_text(), str(site), "exec"), {"__name__": "sitecustomize"})
         status = run()
