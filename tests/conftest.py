@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from support import first_worker
 
 # Threads of one process that wait for each other spin: where four workers share two cores, a run of one rank would take four times
 # the processor time. Also of what the tests start, and before NumPy and torch are imported, which read it then.
@@ -82,9 +83,11 @@ def _place(item):
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection():
     """What has been imported and collected stays, and is not looked at again."""
+    first_worker.wait()
     try:
         return (yield)
     finally:
+        first_worker.done()
         gc.freeze()
         gc.enable()
 
