@@ -50,7 +50,7 @@ def output_triton(read: Tensor, x: Tensor, decay: Tensor, skip: Tensor, first: T
         decay, skip: float32 [B, T, H].
         first: what the first token reads, float32 [B, H, D]. None: nothing.
     """
-    y: Tensor = _Output.apply(read, x, decay, skip, first)
+    y: Tensor = _Mamba3Output.apply(read, x, decay, skip, first)
     return y
 
 
@@ -139,7 +139,7 @@ class _Rotated(torch.autograd.Function):
         return dB, dC, ddt_BTH, dtheta_BTR, *biases.sum((0, 1)).unbind(-1), None
 
 
-class _Output(torch.autograd.Function):
+class _Mamba3Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, read: Tensor, x: Tensor, decay: Tensor, skip: Tensor, first: Tensor | None) -> Tensor:
         read, decay, skip = read.contiguous(), decay.contiguous(), skip.contiguous()

@@ -55,13 +55,13 @@ RULES = (
         "scan",
         kernels=(
             "channel", "chunk_h", "diagonal_scan", "generalized_delta_rule", "gla", "gsa", "innovation", "joint_attention",
-            "lattice", "matrix_step", "memory_copy", "pair", "topk_memory", "wy",
+            "lattice", "mamba3", "matrix_step", "memory_copy", "pair", "topk_memory", "wy",
         ),
         functions=(
             "_AsScanInputs", "_DeltaRule", "_DiagonalScan", "_Gathered", "_GeneralizedDeltaRule", "_GeneralizedDeltaRuleChunks",
-            "_Gla", "_Gsa", "_Joint", "_Lattice", "_Mixed", "_RecvState", "_Rotated", "_RunChunked", "_Scan", "_SendState",
-            "_SendStateFirst",
-            "_QRChunk", "_Sequential", "_TransitionScan", "_WithSinks",
+            "_Gla", "_Gsa", "_Joint", "_Lattice", "_Mamba3Output", "_Mixed", "_QRChunk", "_RecvState",
+            "_Rotated", "_RunChunked", "_Scan", "_SendState", "_SendStateFirst",
+            "_Sequential", "_TransitionScan", "_WithSinks",
         ),
         name=r"selective_scan|flash_|fmha|sdpa|attention",
         scope=r"^recurrence: |^aten::_?scaled_dot_product|^baton::innovation",
