@@ -24,14 +24,16 @@ def own_version() -> str:
 
 
 def installed_packages() -> dict[str, str]:
-    """The version of every installed distribution, by name. Only the header of its metadata is read: importlib parses all of it,
-    once for the name and once for the version."""
-    found = {}
+    """The version of every installed distribution, by name; of several of one name the first on the path, which is imported. Only
+    the header of its metadata is read: importlib parses all of it, once for the name and once for the version."""
+    found: dict[str, str] = {}
     for one in distributions():
-        header = (one.read_text("METADATA") or one.read_text("PKG-INFO") or "").partition("\n\n")[0]
-        values = {name: value.strip() for name, _, value in (line.partition(":") for line in header.splitlines())}
-        if "Name" in values and "Version" in values:  # what is half removed has neither
-            found[values["Name"]] = values["Version"]
+        # "": distutils wrote a file where others have a folder
+        text = next(filter(None, map(one.read_text, ("METADATA", "PKG-INFO", ""))), "")
+        pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+        values = {name.lower(): value.strip() for name, _, value in pairs}
+        if "name" in values and "version" in values:  # what is half removed has neither
+            found.setdefault(values["name"], values["version"])
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
