@@ -24,7 +24,7 @@ OPS = {
     "gsa": ("gated_slot_attention", "gated_linear_attention"),
     "gla": ("gated_linear_attention",),
     "rwkv6": ("gated_linear_attention", "short_conv"),
-    "mamba3": ("gated_linear_attention",),
+    "mamba3": ("mamba3", "gated_linear_attention"),
     "mlstm": ("gated_linear_attention",),
     "retnet": ("gated_linear_attention",),
     "hgrn2": ("gated_linear_attention",),

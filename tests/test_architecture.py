@@ -376,8 +376,11 @@ def scale(x, out, FACTOR: tl.constexpr):
     assert version([code.replace("< 8", "< 9")]) != version([code])
     assert version([code.replace("tl.load(", "tl.exp(")]) != version([code])
     assert version(["def f(): pass"]) == ""
-    folders = {op for ops in importlib.import_module("kernel_version").OPS.values() for op in ops}
+    measured = importlib.import_module("kernel_version").OPS
+    folders = {op for ops in measured.values() for op in ops}
     assert {op for op in folders if not (ROOT / "kernels" / op / "__init__.py").is_file()} == set(), "benchmarks/kernel_version.py"
+    own = {path.parent.name for path in (ROOT / "kernels").glob("*/*kernels.py")}
+    assert {kind for kind, ops in measured.items() if kind in own and kind not in ops} == set(), "benchmarks/kernel_version.py"
 
 
 OPERATOR_FILES = {"__init__", "op", "reference", "recurrence", "chunked", "torch_impl", "triton_launch"}
