@@ -264,3 +264,13 @@ def test_ranks_whose_imports_are_killed_end_with_them_and_signals_wait_for_the_f
     ranks[0].send_signal(signal.SIGKILL)
     assert [rank.wait(60) for rank in ranks] == [-signal.SIGKILL] * 2
     assert [path.name for path in sorted(tmp_path.glob("*.log"))] == ["rank-4.log", "rank-5.log"]
+
+
+def test_ranks_share_their_machines_cores(monkeypatch):
+    """Tests themselves say how many threads there are; who says nothing has as many as cores, and not as many in every rank."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert rank_environment("127.0.0.1", 0, 4, 4)["OMP_NUM_THREADS"] == "5"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    threads = {ranks: rank_environment("127.0.0.1", 0, 2 * ranks, ranks)["OMP_NUM_THREADS"] for ranks in (1, 3, 16)}
+    assert threads == {1: "8", 3: "2", 16: "1"}
