@@ -178,6 +178,8 @@ class Mamba3Config(MixerConfig):
                 SavedTensor("step sizes, decays and shares", (13 if rank == 1 else 10) * heads, "float32"),
                 SavedTensor("rates", heads, "float32", cast=True),
                 SavedTensor("turned B and C", 2 * states, "compute", device="gpu"),
+                # one of 64 tokens has its angles in float64
+                *((SavedTensor("angles of chunks", heads * self.pairs // 32, "float32", device="gpu"),) if rank == 1 else ()),
                 SavedTensor("turned B and C", 2 * states, "float32", device="cpu"),
                 SavedTensor("x times step sizes", inner, "compute"),
                 *saved_scores(rank * heads, states, states, outputs),
