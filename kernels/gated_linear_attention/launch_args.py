@@ -81,8 +81,8 @@ class LaunchConfig:
 
 
 class QKV(NamedTuple):
-    """q, k and v with a contiguous last dimension and one head of q and k per head of the state. All are one if the
-    head stride is 0."""
+    """q, k and v with a contiguous last dimension and one head of q and k per head of the state; all are one if the head stride is
+    0."""
 
     q: Tensor
     k: Tensor

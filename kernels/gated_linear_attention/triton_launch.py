@@ -218,8 +218,7 @@ class LinearAttentionLaunch(Launch):
         read: torch.dtype | None, write: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """Derivatives, in the dtypes that are given, to what is read with and to what is written along x; and of the latter to the
-        log-decays, in float32. What is not rounded when it is read is computed
-        as precisely."""
+        log-decays, in float32. What is not rounded when it is read is computed as precisely."""
         (X, Y), heads, shape = self.sizes, self.heads, (self.batch, self.length)
         r = None if read is None else self.new(*shape, self.query_heads, X, dtype=read)
         w = None if write is None else self.new(*shape, heads, X, dtype=write)
