@@ -9,10 +9,11 @@ from torch import Tensor
 
 from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.common.example_inputs import extreme_log_gates, randn
+from baton.kernels.gated_linear_attention.triton_launch import use_triton
 from baton.kernels.mamba3.op import mamba3
 from baton.kernels.mamba3.reference import mamba3_reference
 from baton.kernels.mamba3.transitions import GradientTransition, Transition
-from baton.kernels.mamba3.triton_launch import step_triton, use_triton
+from baton.kernels.mamba3.triton_launch import step_triton
 from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, StateTransition
 
 

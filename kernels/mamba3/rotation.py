@@ -69,9 +69,7 @@ def sums_in_documents(x: Tensor, pos_BT: Tensor | None, *, backward: bool = Fals
     A matrix product sums in chunks, and the chunks' last tokens (first ones, backwards) are summed likewise: a document's sums have
     nothing of other documents', not even a rounding.
     """
-    length, behind = x.shape[1], -x.shape[1] % CHUNK
-    pos_BCL, x_BCLF = chunked_positions(pos_BT, x), x.flatten(2)
-    x_BCLF = (pad(x_BCLF, (0, 0, 0, behind)) if behind else x_BCLF).unflatten(1, (-1, CHUNK))
+    length, pos_BCL, x_BCLF = x.shape[1], chunked_positions(pos_BT, x), split_into_chunks(x.flatten(2))
     at_L = torch.arange(CHUNK, device=x.device)
     distance_LL = at_L[:, None] - at_L
     seen_BCLL = ((distance_LL >= 0) & (distance_LL <= pos_BCL[..., None])).to(x.dtype)
@@ -87,7 +85,14 @@ def chunked_positions(pos_BT: Tensor | None, like: Tensor) -> Tensor:
     """Positions in chunks, [B, C, L], of a piece as long as `like` [B, T, ...]. None: it is inside one document."""
     if pos_BT is None:
         pos_BT = torch.arange(1, like.shape[1] + 1, device=like.device)[None]
-    return pad(pos_BT, (0, -like.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
+    return split_into_chunks(pos_BT)
+
+
+def split_into_chunks(x: Tensor) -> Tensor:
+    """[B, T, ...] as [B, C, L, ...], with zeros behind the last token."""
+    behind = -x.shape[1] % CHUNK
+    x = pad(x, (*(0, 0) * (x.ndim - 2), 0, behind)) if behind else x
+    return x.unflatten(1, (-1, CHUNK))
 
 
 def arriving_sums(edges: Tensor, pos_BCL: Tensor, *, backward: bool) -> tuple[Tensor, Tensor]:

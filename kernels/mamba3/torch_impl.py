@@ -14,10 +14,11 @@ from torch.nn.functional import pad
 
 from baton.kernels.common.chunked_autograd import state_dtype
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
+from baton.kernels.gated_linear_attention.triton_launch import use_triton
 from baton.kernels.head_scale import head_scale
 from baton.kernels.mamba3.rotation import rotated, turned
 from baton.kernels.mamba3.transitions import written
-from baton.kernels.mamba3.triton_launch import output_triton, rotated_triton, use_triton
+from baton.kernels.mamba3.triton_launch import output_triton, rotated_triton
 from baton.kernels.protocol import State
 
 

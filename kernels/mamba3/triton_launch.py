@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.autocast import without_autocast
 from baton.kernels.common.launch_utils import LazyModule
-from baton.kernels.compile.aot import on_gpu
-from baton.kernels.mamba3.rotation import CHUNK, arriving_sums, chunked_positions
+from baton.kernels.mamba3.rotation import CHUNK, arriving_sums, chunked_positions, split_into_chunks
 from baton.kernels.protocol import State
 
 _kernels = LazyModule("baton.kernels.mamba3.triton_kernels")
@@ -26,11 +24,6 @@ PAIRS = 16  # of a block
 WARPS = 8
 _ENTRIES = 4096  # of a program that computes outputs
 _STEP_COLUMNS = 16  # of a head's state in a program: they do not depend on the batch, which would make a sequence's bits do so
-
-
-def use_triton(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether these kernels apply to tensors like x: on a GPU, computing in float32."""
-    return on_gpu(x) and dtype == torch.float32
 
 
 def rotated_triton(
@@ -132,7 +125,7 @@ class _Rotated(torch.autograd.Function):
         ddt_BTH, dtheta_BTR = ddt.sum(0), dtheta.sum(0)
         if chunks > 1:
             arriving_BCHR, apart_BCL = arriving_sums(edges_BCHR, chunked_positions(pos, dt), backward=True)
-            dt_BCLH, theta_BCLR = (_in_chunks(x).masked_fill(apart_BCL[..., None], 0.0) for x in (dt, theta))
+            dt_BCLH, theta_BCLR = (split_into_chunks(x).masked_fill(apart_BCL[..., None], 0.0) for x in (dt, theta))
             with without_autocast(dt):
                 ddt_BTH = ddt_BTH + (theta_BCLR @ arriving_BCHR.mT).flatten(1, 2)[:, :length]
                 dtheta_BTR = dtheta_BTR + (dt_BCLH @ arriving_BCHR).flatten(1, 2)[:, :length]
@@ -179,11 +172,6 @@ def _arriving_angles(dt: Tensor, theta: Tensor, pos: Tensor | None, chunks: int,
     edges_BCHR = dt.new_empty(batch, chunks, heads, pairs, dtype=torch.float64)
     _kernels.mamba3_angle_edges_kernel[(heads * chunks, batch)](dt, theta, _or(pos, dt), edges_BCHR, length, **constants)
     return arriving_sums(edges_BCHR, chunked_positions(pos, dt), backward=False)[0].contiguous()
-
-
-def _in_chunks(x: Tensor) -> Tensor:
-    """[B, T, F] as [B, C, L, F], with zeros behind."""
-    return pad(x, (0, 0, 0, -x.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.generalized_delta_rule import triton_launch as generalized_launch
 from baton.kernels.generalized_delta_rule.recurrence import GeneralizedDeltaRule
-from baton.kernels.mamba3 import triton_launch as mamba3_launch
 from baton.kernels.mamba3.recurrence import Mamba3
 from baton.kernels.mamba3_mimo.recurrence import Mamba3MIMO
 from baton.kernels.matrix_step import triton_launch
@@ -31,7 +30,7 @@ over_recurrences = pytest.mark.parametrize("recurrence", OF_MATRICES, ids=str)
 
 @pytest.fixture(autouse=True)
 def kernels_everywhere(monkeypatch):
-    for module in (gla_launch, generalized_launch, mamba3_launch):
+    for module in (gla_launch, generalized_launch):
         monkeypatch.setattr(module, "on_gpu", lambda x: True)
 
 

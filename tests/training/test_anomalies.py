@@ -280,6 +280,15 @@ def corpus(tmp_path_factory):
     return folder, tokens, [name for (name,) in named]
 
 
+def error_of(settings, mesh):
+    """What a run ends with; None: it is done."""
+    try:
+        loop.train(settings, mesh)
+    except RunError as error:
+        return str(error)
+    return None
+
+
 def run(mesh, corpus, bad, folder, policy, bptt=None, every=5):
     """A whole run of `train` in which poisonous documents make NaN: what it raised."""
     data = ShardsConfig(path=str(corpus / "shards"), tokenizer=str(corpus / "t.model"), unit_documents=4)
@@ -314,11 +323,7 @@ def run(mesh, corpus, bad, folder, policy, bptt=None, every=5):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_setup, "build", build_poisoned)
         patch.setattr(TensorBoardWriter, "add", without_pictures)
-        try:
-            loop.train(RunSettings(folder, config, data, settings, ""), mesh)
-        except RunError as error:
-            return str(error)
-    return None
+        return error_of(RunSettings(folder, config, data, settings, ""), mesh)
 
 
 def skipped(folder):
@@ -475,11 +480,8 @@ def spiking_run(mesh, folder, spike_at, interrupted_at=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_setup, "AnomalyDetector", Spiking)
         patch.setattr(StepExecutor, "step", interrupted)
-        try:
-            loop.train(RunSettings(folder, config, data, settings, ""), mesh)
-        except RunError as error:
-            return str(error)
-    return Manifest.read(folder / "checkpoints" / "step-00000008").recent
+        error = error_of(RunSettings(folder, config, data, settings, ""), mesh)
+    return error or Manifest.read(folder / "checkpoints" / "step-00000008").recent
 
 
 def test_a_run_that_goes_on_judges_spikes_as_one_that_was_not_interrupted(single_mesh, tmp_path):
@@ -520,11 +522,7 @@ def ruined_run(mesh, folder, policy, ruined):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointCallback, "after_step", ruin)
-        try:
-            loop.train(RunSettings(folder, config, data, settings, ""), mesh)
-        except RunError as error:
-            return str(error)
-    return None
+        return error_of(RunSettings(folder, config, data, settings, ""), mesh)
 
 
 @pytest.mark.parametrize("step", [2, 4])
