@@ -14,10 +14,14 @@ from typing import NamedTuple
 import yaml
 
 from baton.models.config import ModelConfig
+from baton.models.settings.attention import AttentionConfig
 from baton.models.settings.bmojo import BMojoConfig
 from baton.models.settings.cost_model import SCAN_GPU_CHUNK
+from baton.models.settings.gla import GLAConfig
 from baton.models.settings.gsa import GSAConfig
+from baton.models.settings.hgrn2 import HGRN2Config
 from baton.models.settings.mamba import MambaConfig
+from baton.models.settings.retnet import RetNetConfig
 from baton.models.settings.ssm_block import SSMBlockConfig
 from baton.models.settings.swiglu import SwiGLUConfig
 
@@ -28,6 +32,10 @@ MODELS = {
     "longhorn": "longhorn-1.3b",
     "bmojo": "bmojo-1.4b without MLPs",
     "mamba-2.8b": "mamba-2.8b",
+    "gla-1.3b": "gla-1.3b",
+    "retnet-1.3b": "retnet-1.3b",
+    "hgrn2-1.3b": "hgrn2-1.3b",
+    "transformer": "transformer-1.3b",
 }
 """Cases of train_step.py whose profiles the page shows, and their models in configs/models, or of EARLIER."""
 EARLIER = {"bmojo-1.4b without MLPs": ("bmojo-1.4b", {"pattern": ["bmojo"], "n_layers": 31})}
@@ -129,6 +137,18 @@ def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int, card: 
             moved["norm"] += 5 * LOW * width
             moved["other elementwise"] += 2 * LOW * (width + 2 * kv_width)
             multiplied += 3 * kind.costs(d).matrix_flops
+        if isinstance(kind, GLAConfig | RetNetConfig | HGRN2Config):
+            heads, d_key, d_value = kind.head_sizes(d)
+            keys, values = heads * d_key, heads * d_value
+            # queries, keys, values and outputs, and decays of channels; the same with gradients
+            moved["scan"] += LOW * ((2 + 4) * keys + (2 + 3) * values) + 3 * WIDE * keys * (not isinstance(kind, RetNetConfig))
+            moved["norm"] += (5 if isinstance(kind, HGRN2Config) else 8) * LOW * values
+            multiplied += 3 * kind.costs(d).matrix_flops
+        if isinstance(kind, AttentionConfig):
+            heads, kv_heads = kind.head_counts(d)
+            # queries and outputs, keys and values; the same with gradients
+            moved["scan"] += LOW * kind.head_dim * ((2 + 4) * heads + (2 + 4) * kv_heads)
+            multiplied += 3.5 * kind.costs(d).recurrence_flops(sequence_length).attention
         if isinstance(kind, SwiGLUConfig):
             moved["other elementwise"] += 8 * LOW * kind.width(d)
     least = {name: Least(tokens * n / BYTES[card], f"{n / 1000:,.0f} kB a token") for name, n in moved.items() if n}

@@ -194,12 +194,12 @@ def gla_chunk_o_kernel(
     out_r_batch, out_r_row, out_r_head, out_w_batch, out_w_row, out_w_head,
     raw_r_batch, raw_r_row, raw_r_head, raw_w_batch, raw_w_row, raw_w_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, SILU: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
-    BY: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, SILU: tl.constexpr, SHARED: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr,
+    BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
     """Derivatives along y: to ry, [B, T, Q, Y], if READ, and to wy, [B, T, H, Y], if WRITE; scores are those of rx and wx, which of
-    channels are here as `gla_prepare_kernel` leaves them. SILU: ry and wy are silu of raw_r and raw_w, and derivatives are to
-    those, in memory with strides of its own."""
+    channels are here as `gla_prepare_kernel` leaves them. SHARED: they are of all heads, [B, N, C, C], without decays. SILU: ry and
+    wy are silu of raw_r and raw_w, and derivatives are to those, in memory with strides of its own."""
     n, bh = tl.program_id(1), tl.program_id(2)
     y = tl.program_id(0) * BY + tl.arange(0, BY)
     b, h = (bh // H).to(tl.int64), bh % H
@@ -214,7 +214,10 @@ def gla_chunk_o_kernel(
     grad_w = tl.zeros([C, BY], tl.float32)
     for group in tl.static_range(G):
         q = h * G + group
-        M = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + square)
+        if SHARED:
+            M = tl.load(scores + (b * chunks + n) * (C * C) + square) * pairwise_decays(summed, at, C, GATE, HAS_POS)
+        else:
+            M = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + square)
         if READ:
             found = dot(M, load_tokens(wy + b * wy_batch + h * wy_head, t, wy_row, y, T, Y), DOT_DTYPE) * scale
             for x0 in range(0, X, BX):

@@ -28,7 +28,7 @@ from baton.kernels.gated_linear_attention.shared_launch import launch_shared_dqk
 
 KERNEL = "gated_linear_attention"
 _DEFAULT = LaunchConfig()
-SCORES_SHARE = 8
+SCORES_SHARE = 6
 """Scores are saved for the backward pass if their elements are at most 1 / SCORES_SHARE of those of q, k and v."""
 
 
@@ -122,11 +122,19 @@ class LinearAttentionLaunch(Launch):
         )  # fmt: skip
         return PreparedGates(sums, read, written, whole)
 
+    @property
+    def shares_scores(self) -> bool:
+        """Whether scores along x are computed once for all heads, each of which has decays of its own."""
+        return self.shared and not self.keeps_scores
+
     def launch_scores(self, r: Tensor, w: Tensor, sums: Tensor | None, *, gated: bool, dtype: torch.dtype | None = None) -> Tensor:
         """What is read of what is written, but for the scale, [B, Q, N, C, C]; over what lies along x if gated, along y if not.
-        dtype: of the result; None: that of products."""
+        dtype: of the result; None: that of products. If `shares_scores`, those along x are [B, 1, N, C, C] without decays."""
+        heads = self.query_heads
+        if gated and self.shares_scores:
+            heads, gated, dtype = 1, False, torch.float32
         chunk, size = self.config.chunk, r.shape[3]
-        found = self.new(self.batch, self.query_heads, self.chunks, chunk, chunk, dtype=dtype or self.kept)
+        found = self.new(self.batch, heads, self.chunks, chunk, chunk, dtype=dtype or self.kept)
         options: dict[str, Any] = {**self.common, **self.low}
         if gated and self.per_channel:
             # more programs per SM hide more latency than pipelined loads would
@@ -135,7 +143,7 @@ class LinearAttentionLaunch(Launch):
             options |= {"BX": self.block(size, self.config.x_products), "num_warps": self.config.warps}
         if not gated:
             options["GATE"] = gate_kind("none")
-        self.kernels.gla_scores_kernel[(self.chunks, self.query_heads, self.batch)](
+        self.kernels.gla_scores_kernel[(self.chunks, heads, self.batch)](
             r, w, self.or_v(sums), self.or_v(self.pos), found, self.length, *launch_utils.strides(r, w), X=size,
             **self.levels, **options,
         )  # fmt: skip
@@ -208,8 +216,8 @@ class LinearAttentionLaunch(Launch):
             self.or_v(x.read), self.or_v(y.r), self.or_v(x.written), self.or_v(y.w), self.or_v(x.sums), self.or_v(self.pos), scores,
             states, self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(raw.r), self.or_v(raw.w), self.length, self.chunks,
             self.scale, *launch_utils.strides(x.read, y.r, x.written, y.w, r, w, *raw), X=X, Y=Y, READ=read is not None,
-            WRITE=write is not None, SILU=projected is not None, BX=BX, BY=BY, num_warps=self.config.warps, **self.common,
-            **self.low,
+            WRITE=write is not None, SILU=projected is not None, SHARED=self.shares_scores, BX=BX, BY=BY,
+            num_warps=self.config.warps, **self.common, **self.low,
         )  # fmt: skip
         return r, w
 

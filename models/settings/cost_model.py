@@ -20,7 +20,7 @@ from baton.models.settings.eager import Eager
 # compares them with the originals.
 LINEAR_ATTENTION_CHUNK = 64
 DELTA_RULE_CHUNK = GENERALIZED_DELTA_RULE_CHUNK = 64
-SCORES_SHARE = 8  # linear attention saves scores if they are at most 1 / SCORES_SHARE of q, k and v
+SCORES_SHARE = 6  # linear attention saves scores if they are at most 1 / SCORES_SHARE of q, k and v
 LATTICE_SEQUENTIAL_CHUNK, LATTICE_QR_CHUNK = 32, 16
 LATTICE_GPU_CHUNK = 32  # without sparsity, which the GPU kernels do not support
 WINDOW_BLOCK, EIDETIC_BLOCK = 64, 128

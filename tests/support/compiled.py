@@ -189,10 +189,14 @@ def _matrix_kernels(arch):
         per_channel = gate.value == CHANNEL.value
         # strengths and what is made of scores
         of_slots = {**types, "w": "fp32", "wx": "fp32", "out_r": "fp32"} if name == "gsa" else types
+        of_scores = {**types, "scores": "fp32"} if name == "mamba2" else types
         if gate.value != NONE.value:
             prepare = {**headed, "READ": per_channel, "WRITE": per_channel, "BX": min(X, config.x_prepared)}
             yield f"{name} prepare", triton_kernels.gla_prepare_kernel, prepare, 4 if per_channel else 1, of_slots
         scores = {"BX": min(X, config.x_scores), "num_stages": 1} if per_channel else {**BX, **stages}
+        if name == "mamba2":
+            # once for all heads
+            scores, of_slots = {**scores, "H": 1, "GATE": NONE.value}, {**types, "out": "fp32"}
         warps = config.warps_scores if per_channel else config.warps
         yield f"{name} scores", triton_kernels.gla_scores_kernel, {**headed, **low, **levels, **scores}, warps, of_slots
         for backwards in (False, True):
@@ -203,7 +207,8 @@ def _matrix_kernels(arch):
         yield f"{name} states of pieces", triton_kernels.chunk_h_kernel, states, config.warps, types
         for read in (False, True):
             plain = {**headed, **low, **stages, **BX, **BY, "Y": Y, "READ": read, "WRITE": not read, "SILU": False}
-            yield f"{name} chunk_o {'read' if read else 'write'}", triton_kernels.gla_chunk_o_kernel, plain, config.warps, types
+            plain |= {"SHARED": name == "mamba2"}
+            yield f"{name} chunk_o {'read' if read else 'write'}", triton_kernels.gla_chunk_o_kernel, plain, config.warps, of_scores
             if name == "gsa":
                 # of values, and of queries and keys
                 silu = {**plain, "READ": read, "WRITE": True, "SILU": True}
