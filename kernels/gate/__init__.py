@@ -1,5 +1,5 @@
-"""Gated activations: x * act(z), elementwise."""
+"""Gated activations, x * act(z), and forget gates, elementwise."""
 
-from baton.kernels.gate.op import Activation, gated
+from baton.kernels.gate.op import Activation, forget_gate, gated, log_sigmoid
 
-__all__ = ["Activation", "gated"]
+__all__ = ["Activation", "forget_gate", "gated", "log_sigmoid"]

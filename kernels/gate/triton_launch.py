@@ -1,6 +1,6 @@
-"""Gated activations on a GPU: launches the kernels of `triton_kernels` and defines their gradient.
+"""Gated activations and forget gates on a GPU: launches the kernels of `triton_kernels` and defines their gradients.
 
-If x and z are adjacent column views of one tensor, so are their gradients (`baton.kernels.common.adjacent_views`).
+If x and z, or q and f, are adjacent column views of one tensor, so are their gradients (`baton.kernels.common.adjacent_views`).
 """
 
 from typing import Any
@@ -18,17 +18,31 @@ _kernels = LazyModule("baton.kernels.gate.triton_kernels")
 
 _COLUMNS = 1024  # of a program
 _ENTRIES = 4096
+_TILE_COLUMNS = 128  # of a program that sums over its rows
 
 
-def use_triton(x: Tensor, z: Tensor) -> bool:
+def use_triton(x: Tensor, *others: Tensor | None) -> bool:
     """Whether these kernels apply: on a GPU, computing in float32."""
-    return on_gpu(x) and torch.float64 not in (x.dtype, z.dtype)
+    return on_gpu(x) and not any(of is not None and of.dtype == torch.float64 for of in (x, *others))
 
 
 def gate_triton(x: Tensor, z: Tensor, *, activation: str, dtype: torch.dtype) -> Tensor:
     """As `op.gated`, which checks the arguments."""
     y: Tensor = _Gate.apply(x, z, getattr(_kernels, activation.upper()).value, dtype)
     return y
+
+
+def log_sigmoid_triton(x: Tensor, *, bias: Tensor | None, divisor: float) -> Tensor:
+    """As `op.log_sigmoid`, which checks the arguments."""
+    y: Tensor = _LogSigmoid.apply(x, bias, divisor)
+    return y
+
+
+def forget_gate_triton(q: Tensor, f: Tensor, *, factor: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    """As `op.forget_gate`, which checks the arguments."""
+    per_channel, number = (factor, 1.0) if isinstance(factor, Tensor) else (None, float(factor))
+    found: tuple[Tensor, Tensor, Tensor] = _ForgetGate.apply(q, f, per_channel, number)
+    return found
 
 
 def activate_columns(*xs: Tensor, logs: float | None = None) -> tuple[Tensor, ...]:
@@ -51,6 +65,12 @@ def launch_sizes(width: int) -> dict[str, int]:
     """Constants of a launch for rows of this width."""
     columns = min(_COLUMNS, launch_utils.next_power_of_2(width))
     return {"D": width, "BR": max(1, _ENTRIES // columns), "BD": columns, "num_warps": 4}
+
+
+def tile_sizes(width: int) -> dict[str, int]:
+    """Constants of a launch for rows of this width, whose blocks are tall: sums over their rows are few."""
+    columns = min(_TILE_COLUMNS, launch_utils.next_power_of_2(width))
+    return {"D": width, "BR": _ENTRIES // columns, "BD": columns, "num_warps": 8}
 
 
 class _Gate(torch.autograd.Function):
@@ -77,6 +97,74 @@ class _Gate(torch.autograd.Function):
         return dx.view(shape), dz.view(shape), None, None
 
 
+class _LogSigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, divisor: float) -> Tensor:
+        # x and not its rows: as columns of a fused projection it takes no memory of its own
+        ctx.save_for_backward(x, bias)
+        ctx.divisor = divisor
+        y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        rows = launch_utils.as_rows(x, x.shape[-1])
+        programs, _, sizes = _tiles(rows)
+        _kernels.gate_log_sigmoid_forward_kernel[programs](
+            rows, _per_channel(bias, y), y, len(rows), divisor, rows.stride(0), BIASED=bias is not None, **sizes
+        )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, bias = ctx.saved_tensors
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rows, dy = (launch_utils.as_rows(of, of.shape[-1]) for of in (x, dy))
+        programs, blocks, sizes = _tiles(rows)
+        shares = dy if bias is None else torch.empty(blocks, x.shape[-1], dtype=torch.float32, device=x.device)
+        _kernels.gate_log_sigmoid_backward_kernel[programs](
+            rows, _per_channel(bias, dy), dy, dx, shares, len(rows), ctx.divisor, rows.stride(0), dy.stride(0),
+            BIASED=bias is not None, **sizes,
+        )  # fmt: skip
+        return dx, None if bias is None else shares.sum(0).to(bias.dtype), None
+
+
+class _ForgetGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, f: Tensor, factor: Tensor | None, number: float) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(q, f, factor)
+        ctx.number = number
+        y, k, g = (torch.empty(q.shape, dtype=dtype, device=q.device) for dtype in (q.dtype, q.dtype, torch.float32))
+        q, f = (launch_utils.as_rows(of, of.shape[-1]) for of in (q, f))
+        programs, _, sizes = _tiles(q)
+        _kernels.gate_forget_forward_kernel[programs](
+            q, f, _per_channel(factor, g), y, k, g, len(q), number, q.stride(0), f.stride(0),
+            FACTOR=_factor_kind(factor, number), **sizes,
+        )  # fmt: skip
+        return y, k, g
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dk: Tensor, dg: Tensor) -> tuple[Any, ...]:
+        q, f, factor = ctx.saved_tensors
+        shape, (q, f, dy, dk, dg) = q.shape, (launch_utils.as_rows(of, of.shape[-1]) for of in (q, f, dy, dk, dg))
+        dq, df = _gradients(q, f)
+        programs, blocks, sizes = _tiles(q)
+        shares = dg if factor is None else torch.empty(blocks, shape[-1], dtype=torch.float32, device=q.device)
+        _kernels.gate_forget_backward_kernel[programs](
+            q, f, _per_channel(factor, dg), dy, dk, dg, dq, df, shares, len(q), ctx.number,
+            *(of.stride(0) for of in (q, f, dy, dk, dg, dq, df)), FACTOR=_factor_kind(factor, ctx.number), **sizes,
+        )  # fmt: skip
+        return dq.view(shape), df.view(shape), None if factor is None else shares.sum(0).to(factor.dtype), None
+
+
+def _per_channel(x: Tensor | None, instead: Tensor) -> Tensor:
+    """For the kernels, which were compiled for aligned ones; another float32 tensor stands for what there is not."""
+    return instead if x is None else launch_utils.contiguous_aligned(x.float())
+
+
+def _factor_kind(factor: Tensor | None, number: float) -> int:
+    kind: int = (_kernels.PER_CHANNEL if factor is not None else _kernels.NONE if number == 1 else _kernels.NUMBER).value
+    return kind
+
+
 def _gradients(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for them, whichever comes first."""
     turned = z.storage_offset() < x.storage_offset()
@@ -87,3 +175,10 @@ def _gradients(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 def _launch(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     sizes = launch_sizes(x.shape[1])
     return (-(-len(x) // sizes["BR"]), -(-x.shape[1] // sizes["BD"])), sizes
+
+
+def _tiles(x: Tensor) -> tuple[tuple[int], int, dict[str, int]]:
+    """Programs, blocks of rows among them, and constants."""
+    sizes = tile_sizes(x.shape[1])
+    blocks = -(-len(x) // sizes["BR"])
+    return (blocks * -(-x.shape[1] // sizes["BD"]),), blocks, sizes

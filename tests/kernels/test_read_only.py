@@ -24,7 +24,7 @@ from baton.kernels.common.kernel_check import moving
 from baton.kernels.cross_entropy import gradient, partial_sums
 from baton.kernels.eidetic_attention.recurrence import Innovation
 from baton.kernels.embedding import add_rows
-from baton.kernels.gate import gated
+from baton.kernels.gate import forget_gate, gated, log_sigmoid
 from baton.kernels.gate.triton_launch import activate_columns
 from baton.kernels.gated_norm import gated_norm
 from baton.kernels.head_scale import head_scale
@@ -278,6 +278,14 @@ OPS: dict[str, dict[str, tuple[Callable[..., Any], dict[str, Tensor]]]] = {
         "silu": (lambda x, z: (gated(x, z),), {"x": _R(BATCH, ROWS, 7), "z": _R(BATCH, ROWS, 7)}),
         "gelu": (lambda x, z: (gated(x, z, activation="gelu"),), {"x": _R(BATCH, ROWS, 7), "z": _R(BATCH, ROWS, 7)}),
         "sigmoid": (lambda x, z: (gated(x, z, activation="sigmoid"),), {"x": _R(BATCH, ROWS, 7), "z": _R(BATCH, ROWS, 7)}),
+        "log_sigmoid": (
+            lambda x, bias: (log_sigmoid(x, bias=bias, divisor=2.0),),
+            {"x": _R(BATCH, ROWS, 7), "bias": _R(7)},
+        ),
+        "forget": (
+            lambda q, f, factor: forget_gate(q, f, factor=factor),
+            {"q": _R(BATCH, ROWS, 7), "f": _R(BATCH, ROWS, 7), "factor": torch.sigmoid(_R(7))},
+        ),
         "activate": (_activations, {"x": _R(BATCH, ROWS, 7), "z": _R(BATCH, ROWS, 7)}),
     },
     "gated_norm": {

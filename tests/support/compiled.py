@@ -616,9 +616,9 @@ def _norm_kernels():
 
 
 def _gate_kernels():
-    """With an MLP's width at 1.3B, whose two halves lie in one tensor."""
+    """With an MLP's width at 1.3B, whose two halves lie in one tensor; and with the forget gates of HGRN2 and GLA."""
     from baton.kernels.gate import triton_kernels
-    from baton.kernels.gate.triton_launch import launch_sizes
+    from baton.kernels.gate.triton_launch import launch_sizes, tile_sizes
 
     for kind in ("silu", "gelu", "sigmoid"):
         sizes = {**launch_sizes(5632), "KIND": getattr(triton_kernels, kind.upper()).value}
@@ -629,6 +629,19 @@ def _gate_kernels():
         sizes = {**launch_sizes(width), "LOGS": name == "gates"}
         warps, types = sizes.pop("num_warps"), {"y": "fp32"} if name == "gates" else {}
         yield f"activated {name}", triton_kernels.gate_activation_kernel, sizes, warps, types
+    float32 = dict.fromkeys(("factor", "g", "dg", "dfactor"), "fp32")
+    for name, variant in (("PER_CHANNEL", ""), ("NUMBER", ", a number"), ("NONE", ", no bound")):
+        sizes = {**tile_sizes(2048), "FACTOR": getattr(triton_kernels, name).value}
+        warps = sizes.pop("num_warps")
+        yield f"forget gate forward{variant}", triton_kernels.gate_forget_forward_kernel, sizes, warps, float32
+        yield f"forget gate backward{variant}", triton_kernels.gate_forget_backward_kernel, sizes, warps, float32
+    float32 = dict.fromkeys(("bias", "dbias"), "fp32")
+    for biased in (True, False):
+        sizes = {**tile_sizes(1024), "BIASED": biased}
+        warps, variant = sizes.pop("num_warps"), "" if biased else ", no bias"
+        forward, backward = triton_kernels.gate_log_sigmoid_forward_kernel, triton_kernels.gate_log_sigmoid_backward_kernel
+        yield f"log sigmoid forward{variant}", forward, sizes, warps, {**float32, "y": "fp32"}
+        yield f"log sigmoid backward{variant}", backward, sizes, warps, {**float32, "dy": "fp32"}
 
 
 def _gated_norm_kernels():

@@ -88,7 +88,7 @@ RULES = (
     Rule(
         "elementwise",
         kernels=("embedding", "gate", "head_scale", "rotary"),
-        functions=("_Embedding", "_Gate", "_GatedSum", "_HeadScale", "_Rotary"),
+        functions=("_Embedding", "_ForgetGate", "_Gate", "_GatedSum", "_HeadScale", "_LogSigmoid", "_Rotary"),
         name=r"^(aten|prims|torch|autograd)::|at::native|at_cuda_detail|elementwise|^Mem(cpy|set)|^triton_(poi|red|per)_"
         r"|Backward\d*$|^detach_?$",
     ),
