@@ -7,9 +7,9 @@ sqrt(d_key). Heads are split over the tensor group; every rank computes the low-
 Shapes: B batch, T time, M d_model, H this rank's heads, V d_value, R gate_low_rank_dim.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton.kernels.gate import log_sigmoid
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import State
 from baton.models.feature_map import FEATURE_MAPS
@@ -40,10 +40,9 @@ class GLA(Mixer, settings=GLAConfig):
     ) -> tuple[Tensor, State]:
         _, d_key, d_value = self.config.head_sizes(self.context.d_model)
         q, k, v, *gate = self.in_proj(x_BTM, self.in_proj.local_splits)
-        # fp32 from the bias on, and in the log domain: bf16 has no values between 0.996 and 1
         code_BTR = self.code_proj.for_own_heads(self.code_proj(x_BTM))
-        logits = self.decay_proj(code_BTR).to(self.decay_bias.dtype) + self.decay_bias
-        g = F.logsigmoid(logits) / self.config.gate_logit_normalizer
+        # fp32 from the bias on, and in the log domain: bf16 has no values between 0.996 and 1
+        g = log_sigmoid(self.decay_proj(code_BTR), bias=self.decay_bias, divisor=self.config.gate_logit_normalizer)
         inputs = (
             FEATURE_MAPS[self.config.feature_map](q).unflatten(2, (-1, d_key)),
             FEATURE_MAPS[self.config.feature_map](k).unflatten(2, (-1, d_key)),

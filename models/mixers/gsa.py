@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.kernels.compile.aot import on_gpu
+from baton.kernels.gate import log_sigmoid
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
 from baton.kernels.protocol import State
@@ -85,7 +86,7 @@ class GSA(Mixer, settings=GSAConfig):
             return alpha[0], {}
         # float32 from here on: bfloat16 has no values between 0.996 and 1
         if config.gate == "data_dependent":
-            return F.logsigmoid(alpha[0].to(dtype)) / config.gate_logit_normalizer, {}
+            return log_sigmoid(alpha[0], divisor=config.gate_logit_normalizer), {}
         if config.gate == "data_independent":
             g = F.logsigmoid(self.decay_bias) / config.gate_logit_normalizer
             return g.expand(*x_BTM.shape[:2], -1), {}

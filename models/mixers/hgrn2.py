@@ -9,9 +9,9 @@ Shapes: B batch, T time, M d_model, H this rank's heads, V d_value.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton.kernels.gate import forget_gate
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
 from baton.kernels.protocol import State
 from baton.models.forward_context import LOCAL, ForwardContext
@@ -38,25 +38,12 @@ class HGRN2(Mixer, settings=HGRN2Config):
     ) -> tuple[Tensor, State]:
         _, d_key, d_value = self.config.head_sizes(self.context.d_model)
         q, f, v = self.in_proj(x_BTM, self.in_proj.local_splits)
-        g, k = self.forget(f.to(self.norm.weight.dtype))
-        inputs = (
-            F.silu(q).unflatten(2, (-1, d_key)),
-            k.to(q.dtype).unflatten(2, (-1, d_key)),
-            v.unflatten(2, (-1, d_value)),
-            g.unflatten(2, (-1, d_key)),
-        )
+        # with learned bounds 1 - bound, without the subtraction
+        factor = torch.sigmoid(-self.bound) if self.config.bounds == "learned" else 1 - self.config.lower_bound
+        q, k, g = forget_gate(q, f, factor=factor)
+        inputs = (*(x.unflatten(2, (-1, d_key)) for x in (q, k)), v.unflatten(2, (-1, d_value)), g.unflatten(2, (-1, d_key)))
         recurrence = GatedLinearAttention("key", scale=d_key**-0.5 if self.config.scale_queries else 1.0)
         o_BTHV, final_state = self.run_recurrence(
             recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
         )
         return self.out_proj(self.norm(o_BTHV.flatten(2), v.dtype)), final_state
-
-    def forget(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """g = log a and k = 1 - a from the forget gates' logits f. k is not computed by subtraction, which loses precision for
-        gates near 1."""
-        if self.config.bounds == "learned":
-            k = torch.sigmoid(-self.bound) * torch.sigmoid(-f)
-        else:
-            k = (1 - self.config.lower_bound) * torch.sigmoid(-f)
-        # without a bound a may underflow to 0, where only logsigmoid gives the logarithm
-        return torch.log1p(-k) if self.config.lower_bound else F.logsigmoid(f), k

@@ -368,11 +368,12 @@ def saved_before_gate(width: int, *, split_norm: bool = False) -> tuple[SavedTen
     return (normalised, replace(normalised, device="gpu", ranks="several")) if split_norm else (normalised,)
 
 
-def saved_by_log_sigmoid(name: str, width: int, *, view: bool = True) -> tuple[SavedTensor, ...]:
-    """Saved tensors of logsigmoid: its float32 input and, on a CPU, the exponential. view: the input is a view of a projection,
-    so it is a copy only if the projection is not float32."""
+def saved_by_log_sigmoid(name: str, width: int, *, bias: bool = False, view: bool = True) -> tuple[SavedTensor, ...]:
+    """Saved tensors of kernels.gate.log_sigmoid. A GPU's kernel saves its input as it is; view: a view of a projection, which is
+    saved anyway. A CPU saves the input in float32, with the bias added if there is one, and the exponential."""
     return (
-        SavedTensor(f"{name} input", width, "float32", cast=view),
+        SavedTensor(f"{name} input", width, "float32", cast=view and not bias, device="cpu"),
+        *(() if view else (SavedTensor(f"{name} input", width, "compute", device="gpu"),)),
         SavedTensor(f"{name} exponential", width, "float32", device="cpu"),
     )
 

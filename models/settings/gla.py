@@ -75,7 +75,7 @@ class GLAConfig(LinearAttentionConfig):
                 SavedTensor("q, k and v", 2 * keys + values, "compute"),
                 *mapped,
                 SavedTensor("code", self.gate_low_rank_dim, "compute", split=False),
-                *saved_by_log_sigmoid("decays", keys, view=False),
+                *saved_by_log_sigmoid("decays", keys, bias=True, view=False),
                 SavedTensor("decays", keys, "float32"),
                 *saved_scores(heads, keys, keys, values),
                 *saved_by_norm("norm", values, rows=heads),

@@ -72,13 +72,14 @@ class HGRN2Config(LinearAttentionConfig):
         heads, d_key, d_value = self.head_sizes(d_model)
         keys, values = heads * d_key, heads * d_value
         # with a lower bound, the logarithm of the gate itself is computed instead of a log-sigmoid
-        logarithm = (SavedTensor("-k", keys, "float32"),) if self.lower_bound else saved_by_log_sigmoid("f", keys)
+        logarithm = (SavedTensor("-k", keys, "float32", device="cpu"),) if self.lower_bound else saved_by_log_sigmoid("f", keys)
         return MixerCosts(
             saved=(
                 SavedTensor("in_proj input", d_model, "compute", split=False),
                 SavedTensor("q, f and v", 2 * keys + values, "compute"),
                 SavedTensor("activated q", keys, "compute"),
-                SavedTensor("sigmoid of f", keys, "float32"),
+                # a GPU computes everything again from q and f
+                SavedTensor("sigmoid of f", keys, "float32", device="cpu"),
                 SavedTensor("k", keys, "compute"),
                 *logarithm,
                 SavedTensor("decays", keys, "float32"),

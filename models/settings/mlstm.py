@@ -10,7 +10,6 @@ from baton.models.settings.cost_model import (
     SavedTensor,
     linear_attention_costs,
     linear_attention_flops,
-    saved_by_log_sigmoid,
     saved_scores,
 )
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split
@@ -78,7 +77,8 @@ class MLSTMConfig(LinearAttentionConfig):
                 SavedTensor("in_proj input", d_model, "compute", split=False),
                 SavedTensor("q, k, v and gate", 2 * keys + 2 * values, "compute"),
                 SavedTensor("tanh of both gates' logits", 2 * heads, "float32"),
-                *saved_by_log_sigmoid("forget gates", heads, view=False),
+                SavedTensor("logits of forget gates", heads, "float32"),
+                SavedTensor("exponentials of forget gates", heads, "float32", device="cpu"),
                 SavedTensor("forget gates", heads, "float32"),
                 SavedTensor("queries in float32", keys, "float32", cast=True, in_recurrence="graph"),
                 SavedTensor("gated keys, v and ones", keys + read, "float32", in_recurrence="graph"),
