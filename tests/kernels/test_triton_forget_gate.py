@@ -37,9 +37,14 @@ def exact(*xs):
 
 
 def each(have, want):
-    """The largest error of a number beside itself, however near 0 it is."""
+    """The error of each number beside itself, however near 0 it is."""
     have, want = have.detach().double().cpu(), want.detach()
-    return ((have - want).abs() / want.abs()).nan_to_num(0.0).max()
+    return ((have - want).abs() / want.abs()).nan_to_num(0.0)
+
+
+def in_float32(logits):
+    """What the errors of an exponential may be that was computed in float32: its argument is rounded twice."""
+    return 1e-6 + 2.0**-23 * logits.detach().abs()
 
 
 def factors_of(kind, width):
@@ -60,7 +65,7 @@ def compare_log_sigmoid(run, shape, dtype, biased):
     known = exact(*inputs)
     y, want = run(x, bias=bias, divisor=divisor), F.logsigmoid(sum(known)) / divisor
     assert y.dtype == torch.float32
-    assert each(y, want) <= 3e-6
+    assert (each(y, want) <= in_float32(sum(known))).all()
     (dy,) = columns(shape[-1], torch.randn(shape, generator=g), dtype=torch.float32)
     found = torch.autograd.grad(y, inputs, dy.detach())
     for have, exactly, like in zip(found, torch.autograd.grad(want, known, *exact(dy)), inputs, strict=True):
@@ -81,7 +86,7 @@ def compare_forget_gate(run, shape, dtype, kind):
     assert [x.dtype for x in made] == [dtype, dtype, torch.float32]
     for have, exactly in zip(made, want, strict=True):
         assert relative_error(have.detach().double().cpu(), exactly) <= LIMITS[have.dtype]
-    assert each(made[2], want[2]) <= 3e-6
+    assert (each(made[2], want[2]) <= in_float32(known[1])).all()
     dy, dk = columns(width, *torch.randn(2, *shape, generator=g), dtype=dtype)
     (dg,) = columns(width, torch.randn(shape, generator=g), dtype=torch.float32)
     found = torch.autograd.grad(made, inputs, [x.detach() for x in (dy, dk, dg)])
@@ -131,7 +136,7 @@ def assert_near(have, want):
     assert torch.equal(have.isinf(), want.isinf())
     assert torch.equal(have[have.isinf()], want[have.isinf()])
     finite = ~have.isinf() & (want.abs() > 1e-37)  # float32's exponential is 0 where float64's is not yet
-    assert each(have[finite], want[finite]) <= 1e-5
+    assert (each(have[finite], want[finite]) <= 1e-5).all()
     assert (have[want.abs() <= 1e-37].abs() <= 1e-37).all()
 
 
