@@ -31,6 +31,14 @@ def empty_like_adjacent(xs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+def empty_like_heads(xs: Sequence[Tensor]) -> list[Tensor]:
+    """As `empty_like_adjacent`, of [..., heads, width] each, whose last two dimensions are columns if heads are side by side."""
+    if not all(x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] for x in xs):
+        return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
+    made = empty_like_adjacent([x.flatten(-2) for x in xs])
+    return [y.unflatten(-1, x.shape[-2:]) for x, y in zip(xs, made, strict=True)]
+
+
 def _is_adjacent(left: Tensor, right: Tensor) -> bool:
     width, rows = left.shape[-1], left.stride()[:-1]
     return (

@@ -114,11 +114,15 @@ class Side(NamedTuple):
     w: Tensor | None
 
 
-class PreActivations(NamedTuple):
-    """What lies along y and is silu of what was projected: that, and memory of the same shapes for its gradients."""
+NOTHING = Side(None, None)
 
-    given: Side
-    gradients: Side
+
+class Gradients(NamedTuple):
+    """Memory for gradients, of the shapes and dtypes of q, k and v, whose last dimension is contiguous; None: new memory."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
 
 
 class PreparedGates(NamedTuple):
@@ -184,6 +188,12 @@ class Launch:
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def gradient(self, given: Tensor | None, heads: int, size: int, dtype: torch.dtype | None) -> Tensor | None:
+        """Memory for a derivative, [B, T, heads, size]: what is given, or new of this dtype. None without a dtype."""
+        if dtype is None:
+            return None
+        return self.new(self.batch, self.length, heads, size, dtype=dtype) if given is None else given
 
     def or_v(self, x: Tensor | None) -> Tensor:
         """A pointer in place of an absent tensor, which is not read."""

@@ -199,7 +199,7 @@ def gla_chunk_o_kernel(
 ):  # fmt: skip
     """Derivatives along y: to ry, [B, T, Q, Y], if READ, and to wy, [B, T, H, Y], if WRITE; scores are those of rx and wx, which of
     channels are here as `gla_prepare_kernel` leaves them. SHARED: they are of all heads, [B, N, C, C], without decays. SILU: ry and
-    wy are silu of raw_r and raw_w, and derivatives are to those, in memory with strides of its own."""
+    wy are silu of raw_r and raw_w, and derivatives are to those."""
     n, bh = tl.program_id(1), tl.program_id(2)
     y = tl.program_id(0) * BY + tl.arange(0, BY)
     b, h = (bh // H).to(tl.int64), bh % H
@@ -229,9 +229,8 @@ def gla_chunk_o_kernel(
             if SILU:
                 raw = load_tokens(raw_r + b * raw_r_batch + q * raw_r_head, t, raw_r_row, y, T, Y)
                 _, slope = activation(raw.to(tl.float32), False)
-                store_tokens(out_r + b * out_r_batch + q * out_r_head, t, out_r_row, y, T, Y, found * slope)
-            else:
-                store_tokens(out_r + (b * T * (H * G) + q) * Y, t, H * G * Y, y, T, Y, found)
+                found *= slope
+            store_tokens(out_r + b * out_r_batch + q * out_r_head, t, out_r_row, y, T, Y, found)
         if WRITE:
             grad_w += dot(tl.trans(M), load_tokens(ry + b * ry_batch + q * ry_head, t, ry_row, y, T, Y), DOT_DTYPE)
     if WRITE:
@@ -245,15 +244,15 @@ def gla_chunk_o_kernel(
         if SILU:
             raw = load_tokens(raw_w + b * raw_w_batch + h * raw_w_head, t, raw_w_row, y, T, Y)
             _, slope = activation(raw.to(tl.float32), False)
-            store_tokens(out_w + b * out_w_batch + h * out_w_head, t, out_w_row, y, T, Y, grad_w * slope)
-        else:
-            store_tokens(out_w + (b * T * H + h) * Y, t, H * Y, y, T, Y, grad_w)
+            grad_w *= slope
+        store_tokens(out_w + b * out_w_batch + h * out_w_head, t, out_w_row, y, T, Y, grad_w)
 
 
 @triton.jit
 def gla_chunk_dqk_kernel(
     rx, ry, wx, wy, sums, pos, scores, states, cotangents, out_r, out_w, out_g, T, chunks, scale,
     rx_batch, rx_row, rx_head, ry_batch, ry_row, ry_head, wx_batch, wx_row, wx_head, wy_batch, wy_row, wy_head,
+    out_r_batch, out_r_row, out_r_head, out_w_batch, out_w_row, out_w_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
     READ: tl.constexpr, WRITE: tl.constexpr, DOT_DTYPE: tl.constexpr, PRECISE: tl.constexpr, NEAR: tl.constexpr,
     LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
@@ -341,9 +340,9 @@ def gla_chunk_dqk_kernel(
                 if GATE == SCALAR:
                     flow += tl.sum(round_operand(r_x, DOT_DTYPE) * read - round_operand(w_x, DOT_DTYPE) * written, 1) * scale
         if READ:
-            store_tokens(out_r + (b * T * (H * G) + q) * X, t, H * G * X, x, T, X, found * scale)
+            store_tokens(out_r + b * out_r_batch + q * out_r_head, t, out_r_row, x, T, X, found * scale)
     if WRITE:
-        store_tokens(out_w + (b * T * H + h) * X, t, H * X, x, T, X, grad_w)
+        store_tokens(out_w + b * out_w_batch + h * out_w_head, t, out_w_row, x, T, X, grad_w)
         if GATE == CHANNEL:
             store_tokens(out_g + (b * T * H + h) * X, t, H * X, x, T, X, reverse_cumsum(flow, C, DOT_DTYPE) + behind[None, :])
         elif GATE == SCALAR:

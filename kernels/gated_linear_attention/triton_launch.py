@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.adjacent_views import empty_like_heads
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gated_linear_attention.launch_args import (
+    NOTHING,
     QKV,
+    Gradients,
     Launch,
     LaunchConfig,
-    PreActivations,
     PreparedGates,
     Side,
     gate_kind,
@@ -127,11 +129,13 @@ class LinearAttentionLaunch(Launch):
         """Whether scores along x are computed once for all heads, each of which has decays of its own."""
         return self.shared and not self.keeps_scores
 
-    def launch_scores(self, r: Tensor, w: Tensor, sums: Tensor | None, *, gated: bool, dtype: torch.dtype | None = None) -> Tensor:
+    def launch_scores(
+        self, r: Tensor, w: Tensor, sums: Tensor | None, *, gated: bool, shared: bool = False, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """What is read of what is written, but for the scale, [B, Q, N, C, C]; over what lies along x if gated, along y if not.
-        dtype: of the result; None: that of products. If `shares_scores`, those along x are [B, 1, N, C, C] without decays."""
+        dtype: of the result; None: that of products. shared: once for all heads and without decays, [B, 1, N, C, C] in float32."""
         heads = self.query_heads
-        if gated and self.shares_scores:
+        if shared:
             heads, gated, dtype = 1, False, torch.float32
         chunk, size = self.config.chunk, r.shape[3]
         found = self.new(self.batch, heads, self.chunks, chunk, chunk, dtype=dtype or self.kept)
@@ -198,38 +202,31 @@ class LinearAttentionLaunch(Launch):
 
     def launch_chunk_o(
         self, x: PreparedGates, y: Side, scores: Tensor, states: Tensor, cotangents: Tensor | None, *,
-        read: torch.dtype | None, write: torch.dtype | None, projected: PreActivations | None = None,
+        read: torch.dtype | None, write: torch.dtype | None, into: Side = NOTHING, projected: Side | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """Derivatives, in the dtypes that are given, to what is read with and to what is written along y, or what was projected."""
-        (X, Y), shape = self.sizes, (self.batch, self.length)
-        if projected is None:
-            r = None if read is None else self.new(*shape, self.query_heads, Y, dtype=read)
-            w = None if write is None else self.new(*shape, self.heads, Y, dtype=write)
-            raw = Side(None, None)
-        else:
-            (r, w), raw = (
-                projected.gradients,
-                Side(*(None if of is None else launch_utils.contiguous_last_dim(of) for of in projected.given)),
-            )
+        """Derivatives to what is read with and to what is written along y, or to what these are silu of (projected), in memory that
+        is given or new, of the given dtypes. scores: as `launch_scores`, which may be of all heads."""
+        X, Y = self.sizes
+        r, w = self.gradient(into.r, self.query_heads, Y, read), self.gradient(into.w, self.heads, Y, write)
+        raw = Side(*(None if of is None else launch_utils.contiguous_last_dim(of) for of in projected or NOTHING))
         BX, BY = self.block(X, self.config.x), self.block(Y, self.config.y)
         self.kernels.gla_chunk_o_kernel[(-(-Y // BY), self.chunks, self.batch * self.heads)](
             self.or_v(x.read), self.or_v(y.r), self.or_v(x.written), self.or_v(y.w), self.or_v(x.sums), self.or_v(self.pos), scores,
             states, self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(raw.r), self.or_v(raw.w), self.length, self.chunks,
             self.scale, *launch_utils.strides(x.read, y.r, x.written, y.w, r, w, *raw), X=X, Y=Y, READ=read is not None,
-            WRITE=write is not None, SILU=projected is not None, SHARED=self.shares_scores, BX=BX, BY=BY,
+            WRITE=write is not None, SILU=projected is not None, SHARED=scores.shape[1] < self.query_heads, BX=BX, BY=BY,
             num_warps=self.config.warps, **self.common, **self.low,
         )  # fmt: skip
         return r, w
 
     def launch_chunk_dqk(
         self, x: Side, y: Side, sums: Tensor | None, scores: Tensor, states: Tensor, cotangents: Tensor | None, *,
-        read: torch.dtype | None, write: torch.dtype | None,
+        read: torch.dtype | None, write: torch.dtype | None, into: Side = NOTHING,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """Derivatives, in the dtypes that are given, to what is read with and to what is written along x; and of the latter to the
-        log-decays, in float32. What is not rounded when it is read is computed as precisely."""
+        """Derivatives to what is read with and what is written along x, as `launch_chunk_o`; and of the latter to the log-decays,
+        in float32. What is not rounded when it is read is computed as precisely."""
         (X, Y), heads, shape = self.sizes, self.heads, (self.batch, self.length)
-        r = None if read is None else self.new(*shape, self.query_heads, X, dtype=read)
-        w = None if write is None else self.new(*shape, heads, X, dtype=write)
+        r, w = self.gradient(into.r, self.query_heads, X, read), self.gradient(into.w, heads, X, write)
         size, warps = (
             (self.config.x_read, self.config.warps_read) if write is None else (self.config.x_gated, self.config.warps_gated)
         )
@@ -242,7 +239,7 @@ class LinearAttentionLaunch(Launch):
         self.kernels.gla_chunk_dqk_kernel[(blocks, self.chunks, self.batch * heads)](
             self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w), self.or_v(sums), self.or_v(self.pos), scores, states,
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
-            *launch_utils.strides(x.r, y.r, x.w, y.w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
+            *launch_utils.strides(x.r, y.r, x.w, y.w, r, w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
             PRECISE=self.low["DOT_DTYPE"] is not None and self.per_channel and read == torch.float32,
             BX=BX, BY=BY, num_warps=warps, **self.levels, **self.common, **self.low,
         )  # fmt: skip
@@ -262,20 +259,20 @@ class LinearAttentionLaunch(Launch):
                 Side(None, wx), Side(q, wy), prepared.sums, scores, states, None, read=dtype, write=None
             )
         else:
-            scores = self.launch_scores(q, wx, prepared.sums, gated=True)
+            scores = self.launch_scores(q, wx, prepared.sums, gated=True, shared=self.shares_scores)
             read, _ = self.launch_chunk_o(prepared, Side(None, wy), scores, states, None, read=dtype, write=None)
         assert read is not None
         return read, self.state(last), scores if self.keeps_scores else None
 
     def backward(
         self, first: Tensor | None, scores: Tensor | None, dy: Tensor, dlast: Tensor | None, *, wide: str = "",
-        projected: PreActivations | None = None,
+        into: Gradients | None = None, projected: Side | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Gradients of q, k, v, g and the entering state.
 
         scores: from `forward`. dlast: gradient of the final state; None: zeros. wide: which of the gradients of q, k and v are not
-        rounded to the inputs' dtypes. projected: the projections of which the tensors along y are silu; the gradients returned for
-        them are then those of the projections.
+        rounded to the inputs' dtypes. into: memory for them, except of what all heads share. projected: the projections of which
+        the tensors along y are silu; the gradients returned for them are then those of the projections.
         """
         (wx, wy), (q, k, v) = self.writes, self.given
         rx, ry = (dy, q) if self.swapped else (q, dy)
@@ -287,16 +284,20 @@ class LinearAttentionLaunch(Launch):
         cotangents, dfirst = self.launch_chunk_h(prepared.read, ry, prepared, last, backwards=True)
         x, y = Side(rx, wx), Side(ry, wy)
         over_x, over_y = (None, scores) if self.swapped else (scores, None)
-        over_x = self.launch_scores(rx, wx, prepared.sums, gated=True) if over_x is None else over_x
+        if over_x is None:
+            over_x = self.launch_scores(rx, wx, prepared.sums, gated=True, shared=self.shares_scores)
         of_q, of_k, of_v = (torch.float32 if name in wide else x.dtype for name, x in zip("qkv", (q, k, v), strict=True))
+        into = into or Gradients()
+        into_y, into_x = Side(into.q, into.k), Side(None, into.v)
+        into_y, into_x = (into_y, into_x) if self.swapped else (into_x, into_y)
         plain = {"read": of_q, "write": of_k} if self.swapped else {"read": None, "write": of_v}
-        y_r, y_w = self.launch_chunk_o(prepared, y, over_x, states, cotangents, projected=projected, **plain)
+        y_r, y_w = self.launch_chunk_o(prepared, y, over_x, states, cotangents, into=into_y, projected=projected, **plain)
         if self.shared:
             x_r, x_w, dg = launch_shared_dqk(self, x, y, prepared.sums, states, cotangents, read=of_q, write=of_k)
         else:
             over_y = self.launch_scores(ry, wy, None, gated=False) if over_y is None else over_y
             gated = {"read": None, "write": of_v} if self.swapped else {"read": of_q, "write": of_k}
-            x_r, x_w, dg = self.launch_chunk_dqk(x, y, prepared.sums, over_y, states, cotangents, **gated)
+            x_r, x_w, dg = self.launch_chunk_dqk(x, y, prepared.sums, over_y, states, cotangents, into=into_x, **gated)
         dq, dk, dv = (y_r, y_w, x_w) if self.swapped else (x_r, x_w, y_w)
         return dq, dk, dv, dg, None if first is None else self.state(dfirst)
 
@@ -322,7 +323,10 @@ class _Gla(torch.autograd.Function):
             dy = q.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
         given = QKV.of(q, k, v)
         run = LinearAttentionLaunch(ctx.gate, ctx.scale, pos, g, given, ctx.config, low=given.low)
-        dq, dk, dv, dg, dfirst = run.backward(initial_state, scores, launch_utils.contiguous_last_dim(dy), dlast)
+        # a head that all share has a gradient of each
+        of_heads = (q.shape[2], k.shape[2]) == (run.query_heads, run.heads)
+        into = Gradients(*empty_like_heads((q, k, v))) if of_heads else None
+        dq, dk, dv, dg, dfirst = run.backward(initial_state, scores, launch_utils.contiguous_last_dim(dy), dlast, into=into)
         # a head that all share was given to each, or to several at a time
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))
         grads = (dq, dk, dv, None if g is None else dg.to(g.dtype), dfirst)

@@ -9,7 +9,7 @@ chunks are recomputed. For projected inputs (gate_logit_normalizer), the kernels
 the activations and write into adjacent views like the inputs'.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
-from baton.kernels.common.adjacent_views import empty_like_adjacent
+from baton.kernels.common.adjacent_views import empty_like_heads
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.gate.triton_launch import activate_columns
-from baton.kernels.gated_linear_attention.launch_args import QKV, LaunchConfig, PreActivations, Side
+from baton.kernels.gated_linear_attention.launch_args import QKV, Gradients, LaunchConfig, Side
 from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch, gla_final_state_triton, launch_config_for
 from baton.kernels.gated_slot_attention.reference import SlotActivation
 from baton.kernels.protocol import State
@@ -105,10 +105,11 @@ class _Gsa(torch.autograd.Function):
         kept = ctx.saved_tensors
         given, made, (first_k, first_v, scores, among_k, among_v, pos) = kept[:4], kept[4:8], kept[8:]
         q, k, v, g = given
-        keys = values = into = None
+        keys, values, into = dict[str, Any](), dict[str, Any](), None
         if ctx.gate_logit_normalizer is not None:
-            into_q, into_k, into_v, into = _like(given)
-            keys, values = PreActivations(Side(q, k), Side(into_q, into_k)), PreActivations(Side(None, v), Side(None, into_v))
+            into_q, into_k, into_v, into = empty_like_heads(given)
+            keys = {"into": Gradients(into_q, into_k), "projected": Side(q, k)}
+            values = {"into": Gradients(v=into_v), "projected": Side(None, v)}
             q, k, v = _activated(q, k, v) if made[0] is None else made[:3]
             g = made[3]
         if dy is None:
@@ -117,11 +118,11 @@ class _Gsa(torch.autograd.Function):
         of_values = _values(slot_weights(scores, ctx.slot_activation, q.dtype), write, v, g, pos, ctx.config, low)
         # of weights and strengths only differences reach what they are made of
         dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(
-            first_v, among_v, launch_utils.contiguous_last_dim(dy), dvalues, wide="q", projected=values
+            first_v, among_v, launch_utils.contiguous_last_dim(dy), dvalues, wide="q", **values
         )
         dscores = slot_weights_backward(scores, dweights, ctx.slot_activation)
         of_keys = _keys(q, k, write, g, ctx.scale, pos, ctx.config, low)
-        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, among_k, dscores, dkeys, projected=keys)
+        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, among_k, dscores, dkeys, **keys)
         dgates = _gates_backward(g, dg_k, dg_v, dwrite_k, dwrite_v, given[3], into, ctx.gate_logit_normalizer)
         grads = (dq, dk, dv, dgates, dfirst_k, dfirst_v)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 6)
@@ -130,12 +131,6 @@ class _Gsa(torch.autograd.Function):
 def _activated(*projected: Tensor, gate_logit_normalizer: float | None = None) -> list[Tensor]:
     """Of [B, T, heads, width] each, as `activate`."""
     made = activate_columns(*(x.flatten(2) for x in projected), logs=gate_logit_normalizer)
-    return [y.unflatten(2, x.shape[2:]) for x, y in zip(projected, made, strict=True)]
-
-
-def _like(projected: Sequence[Tensor]) -> list[Tensor]:
-    """Memory for gradients, [B, T, heads, width] each: neighbours' are neighbours."""
-    made = empty_like_adjacent([x.flatten(2) for x in projected])
     return [y.unflatten(2, x.shape[2:]) for x, y in zip(projected, made, strict=True)]
 
 

@@ -116,6 +116,23 @@ def test_equal_calls_give_equal_bits_and_views_are_taken():
         assert torch.equal(x, viewed[name])
 
 
+@pytest.mark.parametrize("gate", ["scalar", "value"])
+def test_gradients_of_neighbouring_columns_are_neighbours(gate):
+    """Of q, k and v as a projection returns them; and the bits are those of gradients apart."""
+    given, cotangents = example(gate, (2, 21, 4, 2, 2, 9, 12))
+    given = rounded(given, torch.float32)
+    options = {"gate": gate, "scale": 0.3, "pos": None, "config": SMALL}
+    apart = with_gradients(gla_triton, given, cotangents, **options)
+    columns = torch.cat([given[name].flatten(2) for name in "qkv"], 2).split([given[name][0, 0].numel() for name in "qkv"], 2)
+    leaves = [x.unflatten(2, given[name].shape[2:]).requires_grad_() for name, x in zip("qkv", columns, strict=True)]
+    y, _ = outputs = gla_triton(*leaves, given["g"], initial_state=given["initial_state"], **options)
+    grads = torch.autograd.grad(outputs, leaves, [d.to(y.device, y.dtype) for d in cotangents])
+    ((_, widths),) = merge_adjacent([x.flatten(2) for x in grads])
+    assert widths == [x.shape[2] for x in columns]
+    for name, x in zip("qkv", grads, strict=True):
+        assert torch.equal(x, apart[name]), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gate", SIZES)
