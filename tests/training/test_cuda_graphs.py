@@ -180,8 +180,8 @@ def differences(mesh, mixers, recorder, compute_dtype="bfloat16", recompute="non
     ("layout", "mixers"),
     [
         ({}, ("lattice", "bmojo", "hybrid")),
-        ({"data": 2, "zero": 2}, ("hybrid",)),
-        pytest.param({"data": 2, "zero": 0}, ("hybrid",), marks=pytest.mark.long),
+        ({"data": 2, "zero": 2}, ("retnet",)),
+        *(pytest.param({"data": 2, "zero": zero}, ("hybrid",), marks=pytest.mark.long) for zero in (0, 2)),
         ({"tensor": 2}, ("hybrid",)),
         ({"context": 2}, ("hybrid",)),
         *(

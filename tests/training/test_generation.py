@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.compare import relative_error
+from support.long_form import alternating
 from support.memory import MostBytes
 from support.models import model_of
 from support.recurrences import seeded
@@ -175,8 +176,9 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read():
     assert launched == list(range(11))
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (5, 17, 5, 9, 17, 6)], ids=str)
-@pytest.mark.parametrize("window", [1, 6, 16, 100, None, "full_attention"])
+@pytest.mark.parametrize(
+    ("window", "lengths"), alternating([1, 6, 16, 100, None, "full_attention"], [LENGTHS, (5, 17, 5, 9, 17, 6)]), ids=str
+)
 def test_attention_writes_what_reading_all_again_would(window, lengths, monkeypatch):
     """Room for all keys and values is used up three times, and rows end before that; windows are filled before, by, or behind
     prompts, or never."""

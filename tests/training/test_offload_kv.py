@@ -124,7 +124,7 @@ def test_a_step_with_offloaded_keys_has_the_same_bits(pool, layout, compute_dtyp
     assert_same_bits(pool.run(both, compute_dtype, recompute, **layout))
 
 
-@pytest.mark.parametrize("layout", [{}, {"context": 2, "data": 2, "zero": 1}], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param({}, marks=pytest.mark.long), {"context": 2, "data": 2, "zero": 1}], ids=str)
 def test_steps_with_offloaded_keys_have_the_same_bits(pool, layout):
     for kept, offloaded in pool.run(both_in_steps, **layout):
         assert kept == offloaded

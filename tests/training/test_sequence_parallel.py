@@ -153,7 +153,7 @@ def written(mesh):
         model = build_model(model_of(mixer), training(), mesh.device, mesh)
         initialize_parameters(model, 3, mesh.tensor_rank, mesh.layout.tensor)
         for prompts in ([[0, 5, 9]], [[0, 5, 9, 17]], [[0]], [[0, 5], [0, 7, 9, 3, 11], [0]]):
-            texts += generate(model, prompts, tokens=7, vocab_size=61, stop=None, sampling=Sampling(1.0))
+            texts += generate(model, prompts, tokens=4, vocab_size=61, stop=None, sampling=Sampling(1.0))
         pos = torch.arange(5, dtype=torch.int32)[None]
         hidden, _ = model.through_stages(pos.long(), pos)
         logits.append(None if hidden is None else model.logits(hidden).detach())

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from baton.data_pipeline.errors import error_reason
 from baton.training.errors import RunError
@@ -24,6 +25,8 @@ PLOTTED_KINDS = ("long_context", "state_gradients", "gradient_reach")
 
 Panel = Callable[[Axes], None]
 _TICKS = 6
+_NORMS = 5
+"""Labels of a scale. They are plain numbers: powers set as mathematics, and ticks between them, take half of a picture's time."""
 
 
 def panels(row: dict[str, Any]) -> list[Panel]:
@@ -65,6 +68,8 @@ def render_row(row: dict[str, Any]) -> npt.NDArray[np.uint8]:
 def _draw_losses(axes: Axes, losses: list[dict[str, Any]]) -> None:
     axes.plot([bucket["from"] for bucket in losses], [bucket["loss"] for bucket in losses], "o-", ms=3)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("position in the document, from")
     axes.set_ylabel("validation loss (nats / token)")
     axes.grid(alpha=0.3)
@@ -79,11 +84,16 @@ def _map(title: str, places: list[int], norms: dict[str, list[float | None]], xl
         found = values[np.isfinite(values) & (values > 0)]
         if found.size:
             # one value alone would be a scale without length
-            scale = LogNorm(found.min(), max(found.max(), found.min() * 1.001))
+            low, high = found.min(), max(found.max(), found.min() * 1.001)
             image = axes.imshow(
-                np.ma.masked_where(~(values > 0), values), norm=scale, cmap="viridis", aspect="auto", interpolation="nearest"
+                np.ma.masked_where(~(values > 0), values),
+                norm=LogNorm(low, high),
+                cmap="viridis",
+                aspect="auto",
+                interpolation="nearest",
             )
-            axes.figure.colorbar(image, ax=axes)
+            ticks = FixedLocator(np.geomspace(low, high, _NORMS).tolist())
+            axes.figure.colorbar(image, ax=axes, ticks=ticks, format="{x:.3g}").minorticks_off()
         zeros = values == 0
         axes.imshow(np.ma.masked_where(~zeros, zeros), cmap=ListedColormap(["black"]), aspect="auto", interpolation="nearest")
         axes.set_title(f"{title}; black: 0" if zeros.any() else title, fontsize="small")
