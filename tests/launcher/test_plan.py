@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import measured_costs
+from support.long_form import some
 from support.measured_costs import (
     BATCH,
     EXCHANGED,
@@ -468,8 +469,10 @@ def test_stages_keep_as_many_micro_batches_as_their_schedule_has_ahead():
             assert one.in_flight == most
 
 
-@pytest.mark.parametrize("variant", HANDED_ON)
-def test_sequence_ranks_hand_on_what_is_counted(measured, variant):
+@pytest.mark.parametrize("variant", some(HANDED_ON, GATHERED))
+def test_sequence_ranks_hand_on_what_is_counted(variant):
+    """Of all recurrences; of all variants in the long form."""
+    measured = measured_costs.measured("quick" if variant in GATHERED else "long")
     arithmetic = Arithmetic(run_of(variant, context=2))
     exchange = exchanges(arithmetic)
     names = {"right": "States: to the next rank", "left": "cotangents: to the rank before"}

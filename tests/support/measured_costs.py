@@ -67,7 +67,7 @@ VARIANTS = {
     "lattice without projection": ("lattice", {"project": False, "forget": True, "initial_slots": "learned"}),
 }
 HANDED_ON = [variant for variant, (_, changes) in VARIANTS.items() if changes.get("window", 1) is not None]
-# what is saved in each of two precisions; in float32 a segment's is measured too, of what is handed on
+# what is saved in each of two precisions; in float32 a segment's is measured too, of what is handed on (see GATHERED)
 SAVED_WITH = [
     (variant, precision)
     for variant in VARIANTS
@@ -117,8 +117,8 @@ OFFLOADED = [(offload_kv, recompute) for offload_kv in (False, True) for recompu
 
 
 def _with_recurrences_of_their_own():
-    """Of the variants that are handed on those whose mixer declares other recurrences than those before it. That modules have the
-    States that are declared, and hand them on, is measured of all."""
+    """Of the variants that are handed on those whose mixer declares other recurrences than those before it. The long form measures
+    what all of them hand on; tests/launcher/test_plan.py compares the States of all with those that are declared."""
     declared = {}
     for variant in HANDED_ON:
         kind, changes = VARIANTS[variant]
@@ -177,7 +177,8 @@ def measured(form):
 
 def measure(form):
     """Print, as JSON, what the variants' models keep and send on one rank, and what a step sends of ZeRO and of stages. form:
-    "quick", or "long", in which all mixers send with each of SENT_WITH, and all of SEGMENTED with each of BPTT and over ranks."""
+    "quick", or "long", in which all mixers send with each of SENT_WITH, all of HANDED_ON hand on, and all of SEGMENTED are measured
+    with each of BPTT and over ranks."""
     import gc
 
     import torch
@@ -359,7 +360,7 @@ def measure(form):
         mesh = meshes.initialize(run_of("mamba", context=2).layout, device=torch.device("cpu"), rank=rank, store=None)
         results["saved of a segment"] = {}
         span = slice(rank * SEQUENCE_LENGTH // 2, (rank + 1) * SEQUENCE_LENGTH // 2)
-        for variant in HANDED_ON:
+        for variant in HANDED_ON if form == "long" else GATHERED:
             mesh.link.sent.clear()
             model = LanguageModel(run_of(variant).model, link=mesh.link)
             initialize_parameters(model, 0, 0, 1)
