@@ -7,6 +7,7 @@ from functools import partial
 import psutil
 import pytest
 import torch
+from support.long_form import every_pair
 from support.recurrences import positions, seeded
 from torch.utils.checkpoint import checkpoint
 
@@ -91,9 +92,9 @@ def on_a_rank(mesh, segments, dtype, options):
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "options"), every_pair((2, 3), (torch.float32, torch.bfloat16), ({}, {"recompute": True})), ids=str
+)
 def test_ranks_with_offloaded_keys_have_the_same_bits(pool, ranks, dtype, options):
     for kept, offloaded in pool.run(on_a_rank, 4, dtype, options, context=ranks):
         assert_same_bits(offloaded, kept)
