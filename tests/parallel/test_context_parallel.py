@@ -188,9 +188,9 @@ def names_of(kinds):
     ("ranks", "carried", "names"),
     [
         (2, False, HALVES[0][::2]),
-        (3, True, STATEFUL),
+        (3, True, HALVES[1]),
         pytest.param(2, False, STATEFUL, marks=pytest.mark.long),
-        *(pytest.param(n, True, STATEFUL, marks=pytest.mark.long) for n in (2, 4, 8)),
+        *(pytest.param(n, True, STATEFUL, marks=pytest.mark.long) for n in (2, 3, 4, 8)),
     ],
     ids=names_of,
 )
