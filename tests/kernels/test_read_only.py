@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.bounds import bounds_checked
 from support.interpreter import interpreted_quickly
+from support.long_form import alternating
 from support.recurrences import RECURRENCES, no_starts, positions, seeded
 from torch import Tensor
 
@@ -194,22 +195,21 @@ def length_of(recurrence: Recurrence) -> int:
     return SHORT if recurrence.name.startswith(("window_attention", "eidetic_attention")) else 5
 
 
-@over_recurrences
-def test_definitions_of_recurrences_only_read(recurrence: Recurrence):
-    for layout in SOME_LAYOUTS:
-        check_passes(partial(run, recurrence, "reference"), *example(recurrence, CPU, 3, start=True), layout)
+# every second layout for each; the others in the long form
+@pytest.mark.parametrize(("recurrence", "layout"), alternating(EVERY, SOME_LAYOUTS), ids=str)
+def test_definitions_of_recurrences_only_read(recurrence: Recurrence, layout: str):
+    check_passes(partial(run, recurrence, "reference"), *example(recurrence, CPU, 3, start=True), layout)
 
 
-@over_recurrences
-def test_passes_of_recurrences_only_read(recurrence: Recurrence):
-    for n, layout in enumerate(ALL_LAYOUTS):
-        check_passes(partial(run, recurrence, "run"), *example(recurrence, CPU, 5, start=n % 2 == 0), layout)
+@pytest.mark.parametrize(("recurrence", "layout"), alternating(EVERY, ALL_LAYOUTS), ids=str)
+def test_passes_of_recurrences_only_read(recurrence: Recurrence, layout: str):
+    start = ALL_LAYOUTS.index(layout) // 2 % 2 == 0
+    check_passes(partial(run, recurrence, "run"), *example(recurrence, CPU, 5, start=start), layout)
 
 
-@over_recurrences
-def test_phases_of_recurrences_only_read(recurrence: Recurrence):
-    for layout in SOME_LAYOUTS:
-        check_phases(recurrence, CPU, 5, layout)
+@pytest.mark.parametrize(("recurrence", "layout"), alternating(EVERY, SOME_LAYOUTS), ids=str)
+def test_phases_of_recurrences_only_read(recurrence: Recurrence, layout: str):
+    check_phases(recurrence, CPU, 5, layout)
 
 
 @interpreted
