@@ -251,7 +251,7 @@ def _gla(request: launch_configs.Request, device: torch.device, dtype: torch.dty
     def randn(*shape: int) -> Tensor:
         return torch.randn(*tokens, *shape, generator=g, device=device).to(dtype)
 
-    leaves = [randn(sizes["query_heads"], d_key), randn(heads, d_key), randn(heads, d_value)]
+    leaves = [randn(sizes["query_heads"], d_key), randn(sizes["key_heads"], d_key), randn(heads, d_value)]
     leaves += [F.logsigmoid(3 + randn(*of_gate[gate]).float())] if gate in of_gate else []
     leaves = [x.requires_grad_() for x in leaves]
     dy = randn(max(sizes["query_heads"], heads), d_value)

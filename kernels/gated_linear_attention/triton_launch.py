@@ -46,8 +46,9 @@ def shape_of(gate: Gate, d_key: int, d_value: int) -> launch_configs.Shape:
 
 def launch_config_for(gate: Gate, given: QKV) -> LaunchConfig:
     batch, length, heads, d_value = given.v.shape
-    d_key, query_heads = given.k.shape[3], given.q.shape[2]
-    sizes = {"batch": batch, "tokens": length, "heads": heads, "query_heads": query_heads, "d_key": d_key, "d_value": d_value}
+    (key_heads, d_key), query_heads = given.k.shape[2:], given.q.shape[2]
+    sizes = {"batch": batch, "tokens": length, "heads": heads, "query_heads": query_heads, "key_heads": key_heads}
+    sizes |= {"d_key": d_key, "d_value": d_value}
     return launch_configs.choose(KERNEL, _DEFAULT, given.v.device, shape_of(gate, d_key, d_value), sizes)
 
 

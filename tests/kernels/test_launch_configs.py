@@ -103,7 +103,7 @@ def test_tuning_returns_a_configuration_that_computes_the_same(kernel, monkeypat
         sizes = {"batch": 1, "tokens": 20, "channels": 5, "activate": True, "gated": True}
         request = Request(kernel, diagonal_scan.shape_of("mamba", 3, 1, 5), sizes)
     elif kernel == gated_linear_attention.KERNEL:
-        sizes = {"batch": 1, "tokens": 20, "heads": 1, "query_heads": 2, "d_key": 8, "d_value": 8}
+        sizes = {"batch": 1, "tokens": 20, "heads": 1, "query_heads": 2, "key_heads": 1, "d_key": 8, "d_value": 8}
         request = Request(kernel, gated_linear_attention.shape_of("key", 8, 8), sizes)
     elif kernel == lattice.KERNEL:
         sizes = {"batch": 1, "tokens": 5, "heads": 1, "d": 6, "m": 6}

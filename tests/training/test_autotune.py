@@ -7,6 +7,7 @@ from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import META, Target, launching_nothing
 from baton.kernels.compile.autotune import _SETUPS, STEPS
 from baton.kernels.errors import LaunchConfigError
+from baton.kernels.gated_linear_attention import triton_launch
 from baton.launcher import cli
 from baton.models.config import ModelConfig
 from baton.models.settings import kinds
@@ -60,8 +61,19 @@ def test_each_mixer_asks_for_what_can_be_tuned(kind):
     pairs = [(name, size, b.sizes[name]) for a, b in zip(whole, half, strict=True) for name, size in a.sizes.items()]
     divided = {name for name, size, of_rank in pairs if size != of_rank}
     assert bool(divided) == (kind != "channel_mix")
-    assert divided <= {"channels", "heads", "query_heads", "groups"}
+    assert divided <= {"channels", "heads", "query_heads", "key_heads", "groups"}
     assert all(size in (of_rank, 2 * of_rank) for _, size, of_rank in pairs)
+
+
+def test_queries_and_keys_that_all_heads_share_are_tuned_as_such(monkeypatch):
+    """With the kernels that sum their gradients over heads."""
+    (request,) = select_requests(launch_requests(*settings("mamba2"), Target(90)), ["gated_linear_attention"])
+    summed, sum_over_heads = [], triton_launch.launch_shared_dqk
+    monkeypatch.setattr(triton_launch, "launch_shared_dqk", lambda *a, **k: (summed.append(a), sum_over_heads(*a, **k))[1])
+    with launching_nothing(Target(90)):
+        call, _, used = _SETUPS[request.kernel](request, META, torch.bfloat16)
+        call(used)
+    assert len(summed) == 1
 
 
 def test_a_process_that_has_seen_the_meta_device_can_use_its_gpu():
