@@ -19,6 +19,9 @@ from baton.kernels.gate.triton_launch import forget_gate_triton, gate_triton, lo
 Activation = Literal["silu", "gelu", "sigmoid"]
 
 _KERNEL = "gated"
+_LARGEST_FACTOR = 1 - 2.0**-24
+"""The largest factor of a forget gate that has a lower bound, float32's largest number below 1. With 1 the gate would round to 0
+where its logit is far below 0, and its logarithm and gradients would not be finite."""
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "sigmoid": torch.sigmoid}
 
 
@@ -82,7 +85,8 @@ def forget_gate(q: Tensor, f: Tensor, *, factor: Tensor | float = 1.0) -> tuple[
 
     Args:
         q, f: [..., d], float32, bfloat16, float16 or float64. Both may be column views of wider rows.
-        factor: 1 - bound, above 0 and at most 1: a number, or [d] in float32 or float64, one per channel.
+        factor: 1 - bound, above 0 and at most 1: a number, or [d] in float32 or float64, one per channel. Between 1 - 2^-24 and 1,
+            and 1 of a channel, are computed as 1 - 2^-24, so that g and gradients are finite.
 
     Returns:
         silu(q) and k in q's dtype, g in float32 (float64 where f or factor is), each [..., d], with exact gradients to q, f and a
@@ -99,10 +103,14 @@ def forget_gate(q: Tensor, f: Tensor, *, factor: Tensor | float = 1.0) -> tuple[
         expect_tensor(kernel, "factor", factor, ("d",), (q.shape[-1],), q.device)
     elif not 0 < factor <= 1:
         raise KernelError(f"{kernel}: factor is {factor!r}, expected a number in (0, 1]")
+    elif factor < 1:
+        factor = min(factor, _LARGEST_FACTOR)
     per_channel = factor if isinstance(factor, Tensor) else None
     if use_triton(q, f, per_channel):
         return forget_gate_triton(q, f, factor=factor)
     f = f.to(_precise(f, per_channel))
+    if isinstance(factor, Tensor):
+        factor = factor - (factor.detach() - _LARGEST_FACTOR).clamp(min=0)
     k = factor * torch.sigmoid(-f)
     # without a bound 1 - k may underflow to 0, where only logsigmoid gives the logarithm
     g = F.logsigmoid(f) if per_channel is None and factor == 1 else torch.log1p(-k)

@@ -15,6 +15,7 @@ from baton.kernels.diagonal_scan.triton_common import softplus
 SILU, GELU, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # factors of a forget gate: none, a number for all channels, a number per channel
 NONE, NUMBER, PER_CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+LARGEST_FACTOR = tl.constexpr(1 - 2.0**-24)  # see `op`
 
 
 @triton.jit
@@ -105,7 +106,7 @@ def log_of_rest(k):
 def load_factor(factor, number, d, D: tl.constexpr, FACTOR: tl.constexpr):
     """[1, D], or a number. FACTOR: NONE, NUMBER or PER_CHANNEL."""
     if FACTOR == PER_CHANNEL:
-        return tl.load(factor + d, mask=d < D, other=0.0)
+        return tl.minimum(tl.load(factor + d, mask=d < D, other=0.0), LARGEST_FACTOR)
     elif FACTOR == NUMBER:
         return number
     else:

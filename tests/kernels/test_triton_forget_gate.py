@@ -12,7 +12,7 @@ from support.compare import relative_error
 from support.recurrences import seeded
 
 from baton.kernels.errors import KernelError
-from baton.kernels.gate import forget_gate, log_sigmoid
+from baton.kernels.gate import forget_gate, log_sigmoid, op
 from baton.kernels.gate.triton_launch import forget_gate_triton, log_sigmoid_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -128,6 +128,25 @@ def test_extreme_logits(kind):
     ):
         assert_near(have, want)
         assert_near(*torch.autograd.grad(have.sum(), logits, retain_graph=True), slope)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_factors_next_to_1_leave_logarithms_finite(launched, monkeypatch):
+    """A bound may be so small that float32's factor is 1, and a learned one may become so."""
+    monkeypatch.setattr(op, "use_triton", lambda *_: launched)
+    logits = torch.tensor([[-200.0, -60.0, -20.0, 0.0, 20.0]]).expand(2, 5)
+    for factor in (torch.ones(5), 1 - 1e-9):
+        f = logits.to(DEVICE, copy=True).requires_grad_()
+        inputs = [f]
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(DEVICE).requires_grad_()
+            inputs.append(factor)
+        _, _, g = forget_gate(torch.zeros_like(f), f, factor=factor)
+        assert (g >= -16.7).all()
+        assert all(x.isfinite().all() for x in torch.autograd.grad(g.sum(), inputs))
+    f = torch.full((1, 1), -200.0, device=DEVICE)
+    _, _, g = forget_gate(f, f, factor=1.0)
+    assert g == -200.0
 
 
 def assert_near(have, want):
