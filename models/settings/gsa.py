@@ -98,8 +98,8 @@ class GSAConfig(HeadsConfig):
             activated = (
                 *((SavedTensor("activated q, k and v", mapped, "compute"),) if mapped else ()),
                 *self._saved_by_gates(kv_heads),
-                # those of all tokens are views of a parameter's, which GPU kernels copy
-                SavedTensor("gates", gates, "float32", device="gpu" if self.gate == "data_independent" else None),
+                # data_independent: those of all tokens are views of a parameter's
+                *(() if self.gate == "data_independent" else (SavedTensor("gates", gates, "float32"),)),
             )
         projected = gates * (self.gate != "data_independent")
         return MixerCosts(

@@ -131,8 +131,6 @@ class Mamba2Config(MixerConfig):
     def activation_costs(self, d_model: int) -> MixerCosts:
         inner, heads, shared = self.expand * d_model, self.head_count(d_model), self._shared_width
         conv_x, conv_bc, S = self.state(d_model)
-        # a rank has more of what heads share than its part of it, if all of them do
-        scores = saved_scores(heads, shared, inner) if self.n_groups > 1 else ()
         return MixerCosts(
             saved=(
                 SavedTensor("in_proj input", d_model, "compute", split=False),
@@ -143,7 +141,8 @@ class Mamba2Config(MixerConfig):
                 # softplus's input and output, and the decay
                 SavedTensor("step sizes", 3 * heads, "float32"),
                 SavedTensor("x times step size", inner, "compute"),
-                *scores,
+                # with one group and several ranks also of narrower heads: each rank has all of what they share
+                *saved_scores(heads, shared, inner),
                 *self._saved_behind_scan(inner, self.norm_group_count(d_model)),
                 SavedTensor("out_proj input", inner, "compute"),
             ),

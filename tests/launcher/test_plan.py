@@ -282,7 +282,8 @@ for kind, (op, settings, given, options) in calls.items():
 
 whole = {"retnet": {}, "gated_delta_net": {"d_key": 128, "d_value": 256}, "kda": {"heads": 8}, "mamba2": {},
          "mamba2 groups": {"n_groups": 4}, "mlstm": {"heads": 4}, "gla": {}, "hgrn2": {},
-         "hgrn2 bounds": {"lower_bound": 0.3, "bounds": "learned"}, "gsa": {"head_dim": 256, "value_activation": None}}
+         "hgrn2 bounds": {"lower_bound": 0.3, "bounds": "learned"}, "gsa": {"head_dim": 256, "value_activation": None},
+         "gsa fixed gates": {"head_dim": 64, "gate": "data_independent"}, "mamba2 wide heads": {"head_dim": 512}}
 for kind, settings in whole.items():
     kept = {}
     with compiling(Target(90)):
@@ -311,10 +312,10 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
     found = {kind: (int(kept), int(counted)) for kind, kept, counted in (line.split(",") for line in done.stdout.splitlines())}
     # the positions, and constants, are not counted
     mixers = {kind: found.pop(kind) for kind in list(found) if kind.startswith("whole")}
-    assert len(mixers) == 10
+    assert len(mixers) == 12
     assert all(kept == pytest.approx(counted, rel=2e-3) for kept, counted in mixers.values()), mixers
     assert all(kept == counted for kept, counted in found.values()), found
-    keepers = {"gla", "retnet", "mamba2 groups", "gsa", "gsa selectively", "delta_net", "mlstm", "kda"}
+    keepers = {"gla", "retnet", "hgrn2", "mamba2 groups", "gsa", "gsa selectively", "delta_net", "mlstm", "kda"}
     assert {kind for kind, (kept, _) in found.items() if kept} == keepers
     assert found["gsa selectively"] < found["gsa"]
 
