@@ -54,8 +54,9 @@ INTRODUCTION = """# Where a step's time goes, and the least it could take
 From profiles in `benchmarks/results/train_step.log`, milliseconds of one optimizer step on one card, every kernel launched by
 itself. The least is what the data sheet's 989 TFLOP/s and 3.35 TB/s (H100) or 4.8 TB/s (H200), or 16 exponentials a cycle and
 processor, allow for what a line cannot do without; `benchmarks/floors.py` counts it. A line without one could take nothing. The
-scans are more than 4 times their least, so none of these bounds is what binds them. B'MOJO's scans include those of its Mamba. The
-optimizer's least is one pass over everything, which since 2026-11-28 the update makes; before, DeepSpeed's step made several."""
+scans of recurrences are more than 4 times their least, so none of these bounds is what binds them. A transformer's scan is its
+attention; B'MOJO's scans include those of its Mamba. The optimizer's least is one pass over everything, which since 2026-11-28 the
+update makes; before, DeepSpeed's step made several."""
 _ROW = re.compile(r"^  ([a-z][a-z ]*?) {2,}([\d,]+\.\d\d) +[\d.]+%")
 
 
