@@ -121,10 +121,10 @@ class _Read:
 def _pack(batch: NumpyBatch, device: torch.device) -> _PackedRows:
     lanes = batch.lanes or (-1,) * len(batch.tokens)
     arrays = (batch.tokens, batch.labels, batch.pos, np.array(lanes))
-    whole = torch.from_numpy(np.concatenate([x.ravel().astype(np.int64, copy=False) for x in arrays]))
-    # from page-locked memory the copy does not stop the host
-    flat = whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole
-    return _PackedRows(flat, lanes)
+    # from page-locked memory the copy does not stop the host; NumPy writes it without PyTorch's threads (see `rows_digest`)
+    whole = torch.empty(sum(x.size for x in arrays), dtype=torch.int64, pin_memory=device.type == "cuda")
+    np.concatenate([x.ravel() for x in arrays], out=whole.numpy())
+    return _PackedRows(whole.to(device, non_blocking=True), lanes)
 
 
 def batch_checksum(batches: Sequence[NumpyBatch]) -> int:
@@ -135,8 +135,7 @@ def batch_checksum(batches: Sequence[NumpyBatch]) -> int:
     """
     found = 0
     for batch in batches:
-        rows = torch.from_numpy(np.stack([batch.tokens, batch.labels, batch.pos], axis=1).astype(np.int64))
-        found += rows_digest(rows, batch.lanes)
+        found += rows_digest(np.stack([batch.tokens, batch.labels, batch.pos], axis=1, dtype=np.int64), batch.lanes)
     return (found + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
