@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from baton.kernels.compile import fitting
-from baton.kernels.compile.meta_kernels import native_meta_kernels
 from baton.kernels.compile.pool import Job, Outcome, compile_all
 from baton.kernels.errors import CompileError
 
@@ -273,7 +272,7 @@ def compiling(wanted: Target, processes: int | None = None, say: Callable[[str],
     driver.set_active(_Driver(wanted.capability))
     JITFunction.run, _target = compile_only, wanted
     try:
-        with native_meta_kernels(), fitting.ahead(), AsyncCompileMode(collected):
+        with fitting.ahead(), AsyncCompileMode(collected):
             try:
                 yield found
                 collected.compile(found, wanted, processes, say)
