@@ -45,8 +45,8 @@ def box_digest(data: Tensor, offset: tuple[int, ...]) -> int:
 def rows_digest(data: np.ndarray, places: Sequence[int]) -> int:
     """Digest of rows int64 [N, .., ..] anywhere in a whole tensor: the sum of box_digest(row[None], (place, 0, 0)).
 
-    In NumPy, on one core and without temporary arrays: a step waits for it, and to wake PyTorch's threads for so few numbers takes
-    longer than they do (10 ms on a host of 32 cores).
+    In NumPy, on one core and without temporary arrays of the rows' size: a step may wait for it, and to wake PyTorch's threads for
+    so few numbers takes longer than they do.
     """
     found = data @ _multipliers(2, 0, data.shape[2]).numpy() @ _multipliers(1, 0, data.shape[1]).numpy()
     return int(found @ _mixed(0, torch.tensor(places, dtype=torch.int64)).numpy()) & 0xFFFF_FFFF_FFFF_FFFF
