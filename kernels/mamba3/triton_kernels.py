@@ -1,7 +1,7 @@
 """Queries and keys of Mamba-3, turned, and its outputs, in Triton: forward and backward; and a step of decoding.
 
-Shape suffixes: B batch, T time, C chunks of L tokens, G groups, H heads (S of a group), N d_state, R pairs of states that turn, P
-pairs of a block, D head_dim.
+Shape suffixes: B batch, T time, C chunks of L tokens, G groups, H heads (S of a group), J inputs of a head, which turn alike, N
+d_state, R pairs of states that turn, P pairs of a block, D head_dim.
 
 Angles are sums over the tokens of a document. A tile sums within its chunk; what the chunks before have of the chunk's first
 document is added (`arriving`). Entries 2 r and 2 r + 1 of N are a pair, and the pairs behind the first R turn by nothing.
@@ -122,11 +122,11 @@ def mamba3_angle_edges_kernel(
 @triton.jit
 def mamba3_rotate_kernel(
     B, C, dt, theta, B_bias, C_bias, pos, arriving, k, next_q, first, own, cos_last, sin_last, T, B_batch, B_row, B_head, C_batch,
-    C_row, C_head, N: tl.constexpr, R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, HAS_POS: tl.constexpr, EARLIER: tl.constexpr,
-    L: tl.constexpr, P: tl.constexpr,
+    C_row, C_head, N: tl.constexpr, R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, J: tl.constexpr, HAS_POS: tl.constexpr,
+    EARLIER: tl.constexpr, L: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Turned k of each token and turned q of its next one, [B, T, H, N]; q of the first, [B, H, N]; products of each token's q and
-    k, [B, T, H]; and cosine and sine of the last token's angle, [B, H, R]."""
+    """Turned k of each token and turned q of its next one, [B, T, J, H, N]; q of the first, [B, H, J, N]; cosine and sine of the
+    last token's angle, [B, H, R]; and with one input the products of each token's q and k, [B, T, H]."""
     h, n, b = tl.program_id(0) % H, tl.program_id(0) // H, tl.program_id(1).to(tl.int64)
     chunks = tl.num_programs(0) // H
     l = tl.arange(0, L)
@@ -134,45 +134,51 @@ def mamba3_rotate_kernel(
     inside = t < T
     at, document, documents = documents_of(pos + b * T, t, l, T, HAS_POS)
     dt_l = tl.load(dt + (b * T + t) * H + h, mask=inside, other=0.0).to(tl.float64)
-    of_row, last_chunk = (b * T * H + h) * N, n == chunks - 1
+    last_chunk = n == chunks - 1
     found = tl.zeros([L], tl.float32)
     for r0 in tl.static_range(0, (N + 1) // 2, P):
         r, x = r0 + tl.arange(0, P), 2 * r0 + tl.arange(0, 2 * P)
-        k_a, k_b = load_pairs(B + b * B_batch + h // S * B_head, t, B_row, x, inside, N, P)
-        q_a, q_b = load_pairs(C + b * C_batch + h // S * C_head, t, C_row, x, inside, N, P)
-        of_k_a, of_k_b = load_vector(B_bias + h * N, x, N, P)
-        of_q_a, of_q_b = load_vector(C_bias + h * N, x, N, P)
-        k_a, k_b, q_a, q_b = k_a + of_k_a, k_b + of_k_b, q_a + of_q_a, q_b + of_q_b
-        found += tl.sum(q_a * k_a + q_b * k_b, 1)
-        if r0 < R:
-            turning = inside[:, None] & (r < R)[None, :]
-            theta_lp = tl.load(theta + (b * T + t[:, None]) * R + r[None, :], mask=turning, other=0.0)
-            of_chunk = arriving + ((b * chunks + n) * H + h) * R
-            cos, sin = angles_of(dt_l, theta_lp, of_chunk, r, at, l, document, documents, R, HAS_POS, EARLIER)
-            k_a, k_b = k_a * cos - k_b * sin, k_a * sin + k_b * cos
-            q_a, q_b = q_a * cos - q_b * sin, q_a * sin + q_b * cos
-            ends = (t == T - 1)[:, None] & (r < R)[None, :]
-            of_head = (b * H + h + l * 0)[:, None] * R + r[None, :]
-            tl.store(cos_last + of_head, cos, mask=ends)
-            tl.store(sin_last + of_head, sin, mask=ends)
-        store_pairs(k + of_row, t, H * N, x, inside, N, P, k_a, k_b)
-        store_pairs(next_q + of_row, t - 1, H * N, x, inside & (t > 0), N, P, q_a, q_b)
-        store_pairs(first + (b * H + h) * N, t, 0, x, t == 0, N, P, q_a, q_b)
-        nothing = tl.zeros([2 * P], next_q.dtype.element_ty)
-        tl.store(next_q + of_row + (b * 0 + T - 1) * (H * N) + x, nothing, mask=last_chunk & (x < N))
-    tl.store(own + (b * T + t) * H + h, found, mask=inside)
+        for j in tl.static_range(J):
+            of_row = ((b * T * J + j) * H + h) * N
+            k_a, k_b = load_pairs(B + b * B_batch + h // S * B_head + j * N, t, B_row, x, inside, N, P)
+            q_a, q_b = load_pairs(C + b * C_batch + h // S * C_head + j * N, t, C_row, x, inside, N, P)
+            of_k_a, of_k_b = load_vector(B_bias + (h * J + j) * N, x, N, P)
+            of_q_a, of_q_b = load_vector(C_bias + (h * J + j) * N, x, N, P)
+            k_a, k_b, q_a, q_b = k_a + of_k_a, k_b + of_k_b, q_a + of_q_a, q_b + of_q_b
+            if J == 1:
+                found += tl.sum(q_a * k_a + q_b * k_b, 1)
+            if r0 < R:
+                if j == 0:  # the angles are those of all inputs
+                    turning = inside[:, None] & (r < R)[None, :]
+                    theta_lp = tl.load(theta + (b * T + t[:, None]) * R + r[None, :], mask=turning, other=0.0)
+                    of_chunk = arriving + ((b * chunks + n) * H + h) * R
+                    cos, sin = angles_of(dt_l, theta_lp, of_chunk, r, at, l, document, documents, R, HAS_POS, EARLIER)
+                    ends = (t == T - 1)[:, None] & (r < R)[None, :]
+                    of_head = (b * H + h + l * 0)[:, None] * R + r[None, :]
+                    tl.store(cos_last + of_head, cos, mask=ends)
+                    tl.store(sin_last + of_head, sin, mask=ends)
+                k_a, k_b = k_a * cos - k_b * sin, k_a * sin + k_b * cos
+                q_a, q_b = q_a * cos - q_b * sin, q_a * sin + q_b * cos
+            store_pairs(k + of_row, t, J * H * N, x, inside, N, P, k_a, k_b)
+            store_pairs(next_q + of_row, t - 1, J * H * N, x, inside & (t > 0), N, P, q_a, q_b)
+            store_pairs(first + ((b * H + h) * J + j) * N, t, 0, x, t == 0, N, P, q_a, q_b)
+            nothing = tl.zeros([2 * P], next_q.dtype.element_ty)
+            tl.store(next_q + of_row + (b * 0 + T - 1) * (J * H * N) + x, nothing, mask=last_chunk & (x < N))
+    if J == 1:
+        tl.store(own + (b * T + t) * H + h, found, mask=inside)
 
 
 @triton.jit
 def mamba3_rotate_backward_kernel(
-    B, C, dt, theta, B_bias, C_bias, pos, arriving, dnext, dfirst, dk, down, dcos, dsin, dB, dC, biases, edges, ddt, dtheta, T,
-    B_batch, B_row, B_head, C_batch, C_row, C_head, dnext_batch, dnext_row, dnext_head, dk_batch, dk_row, dk_head,
-    N: tl.constexpr, R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, HAS_POS: tl.constexpr, EARLIER: tl.constexpr,
-    L: tl.constexpr, P: tl.constexpr,
+    B, C, dt, theta, B_bias, C_bias, pos, arriving, dnext, dfirst, dk, down, dcos, dsin, dB_own, dC_own, dB, dC, biases, edges, ddt,
+    dtheta, T, B_batch, B_row, B_head, C_batch, C_row, C_head, dnext_batch, dnext_row, dnext_head, dk_batch, dk_row, dk_head,
+    N: tl.constexpr, R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, J: tl.constexpr, HAS_POS: tl.constexpr,
+    EARLIER: tl.constexpr, L: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Derivatives to B and C, [B, T, G, N], and of each chunk to both biases, [B, C, H, N, 2]. Of an angle's derivative as far as
-    this chunk's tokens have it: to dt of a block of pairs, [blocks, B, T, H], to theta of a group, [G, B, T, R], and what the
-    chunk before gets of it, [B, C, H, R]."""
+    """Derivatives to B and C, [B, T, G, J, N], and of each chunk to both biases, [B, C, H, J, N, 2]. Of an angle's derivative as
+    far as this chunk's tokens have it: to dt of a block of pairs, [blocks, B, T, H], to theta of a group, [G, B, T, R], and what
+    the chunk before gets of it, [B, C, H, R]. dnext and dk: [B, T J, H, N]. dB_own and dC_own, float32: with several inputs, what
+    dB and dC have of the products of q and k, which `product_kernels` compute."""
     blocks: tl.constexpr = ((N + 1) // 2 + P - 1) // P
     block, n, chunks = tl.program_id(0) % blocks, tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     b, g, batch = (tl.program_id(1) // (H // S)).to(tl.int64), tl.program_id(1) % (H // S), tl.num_programs(1) // (H // S)
@@ -182,63 +188,82 @@ def mamba3_rotate_backward_kernel(
     r0 = block * P
     r, x = r0 + tl.arange(0, P), 2 * r0 + tl.arange(0, 2 * P)
     at, document, documents = documents_of(pos + b * T, t, l, T, HAS_POS)
-    B_a, B_b = load_pairs(B + b * B_batch + g * B_head, t, B_row, x, inside, N, P)
-    C_a, C_b = load_pairs(C + b * C_batch + g * C_head, t, C_row, x, inside, N, P)
     turning = inside[:, None] & (r < R)[None, :]
     theta_lp = tl.load(theta + (b * T + t[:, None]) * R + r[None, :], mask=turning, other=0.0)
-    dB_a, dB_b = tl.zeros([L, P], tl.float32), tl.zeros([L, P], tl.float32)
-    dC_a, dC_b = tl.zeros([L, P], tl.float32), tl.zeros([L, P], tl.float32)
+    of_group, groups = (b * T * (H // S) + g) * (J * N), H // S
+    given, sums = (), ()
+    for j in tl.static_range(J):
+        given += load_pairs(B + b * B_batch + g * B_head + j * N, t, B_row, x, inside, N, P)
+        given += load_pairs(C + b * C_batch + g * C_head + j * N, t, C_row, x, inside, N, P)
+        if J == 1:
+            sums += (tl.zeros([L, P], tl.float32), tl.zeros([L, P], tl.float32))
+            sums += (tl.zeros([L, P], tl.float32), tl.zeros([L, P], tl.float32))
+        else:
+            sums += load_pairs(dB_own + of_group + j * N, t, groups * J * N, x, inside, N, P)
+            sums += load_pairs(dC_own + of_group + j * N, t, groups * J * N, x, inside, N, P)
     dtheta_lp = tl.zeros([L, P], tl.float32)
     of_four = 4 * r0 + tl.arange(0, 4 * P)
-    # a head's derivatives are loaded while those of the head before it are computed with
+    # an input's derivatives are loaded while those of the input before it are computed with
     dk += b * dk_batch + g * S * dk_head
     dnext += b * dnext_batch + g * S * dnext_head
-    dk_tile = load_tile(dk, t, dk_row, x, inside, N)
-    dq_tile = load_tile(dnext, t - 1, dnext_row, x, inside & (t > 0), N)
+    dk_tile = load_tile(dk, t * J, dk_row, x, inside, N)
+    dq_tile = load_tile(dnext, (t - 1) * J, dnext_row, x, inside & (t > 0), N)
     for one in range(S):
         h = g * S + one
-        dk_a, dk_b = pairs_of(dk_tile, P)
-        dq_a, dq_b = pairs_of(dq_tile, P)
-        following = inside & (one + 1 < S)
-        dk_tile = load_tile(dk + (one + 1) * dk_head, t, dk_row, x, following, N)
-        dq_tile = load_tile(dnext + (one + 1) * dnext_head, t - 1, dnext_row, x, following & (t > 0), N)
         dt_l = tl.load(dt + (b * T + t) * H + h, mask=inside, other=0.0)
-        down_l = tl.load(down + (b * T + t) * H + h, mask=inside, other=0.0)[:, None]
-        of_k_a, of_k_b = load_vector(B_bias + h * N, x, N, P)
-        of_q_a, of_q_b = load_vector(C_bias + h * N, x, N, P)
-        k_a, k_b, q_a, q_b = B_a + of_k_a, B_b + of_k_b, C_a + of_q_a, C_b + of_q_b
-        if n == 0:
-            of_first_a, of_first_b = load_vector(dfirst + (b * H + h) * N, x, N, P)
-            begins = (l == 0)[:, None]
-            dq_a, dq_b = dq_a + tl.where(begins, of_first_a, 0.0), dq_b + tl.where(begins, of_first_b, 0.0)
-        if r0 < R:
-            of_chunk = ((b * chunks + n) * H + h) * R
-            cos, sin = angles_of(
-                dt_l.to(tl.float64), theta_lp, arriving + of_chunk, r, at, l, document, documents, R, HAS_POS, EARLIER
-            )
-            dk_a, dk_b = dk_a * cos + dk_b * sin, dk_b * cos - dk_a * sin
-            dq_a, dq_b = dq_a * cos + dq_b * sin, dq_b * cos - dq_a * sin
-            dangle = q_a * dq_b - q_b * dq_a + k_a * dk_b - k_b * dk_a
-            if n == chunks - 1:
-                of_head = (b * H + h) * R + r
-                to_cos = tl.load(dcos + of_head, mask=r < R, other=0.0)[None, :]
-                to_sin = tl.load(dsin + of_head, mask=r < R, other=0.0)[None, :]
-                dangle += tl.where((t == T - 1)[:, None], cos * to_sin - sin * to_cos, 0.0)
-            dangle = sums_in_chunk(tl.where(turning, dangle, 0.0), document, documents, HAS_POS, True)
-            tl.store(edges + of_chunk + (l * 0)[:, None] + r[None, :], dangle, mask=(l == 0)[:, None] & (r < R)[None, :])
-            to_dt = tl.sum(dangle * theta_lp, 1)
-            tl.store(ddt + ((block * batch + b) * T + t) * H + h, to_dt, mask=inside)
-            dtheta_lp += dangle * dt_l[:, None]
-        # a token's own product of q and k is not turned
-        dq_a, dq_b, dk_a, dk_b = dq_a + down_l * k_a, dq_b + down_l * k_b, dk_a + down_l * q_a, dk_b + down_l * q_b
-        # rows behind the last token are zeros but for products of biases, whose `down` is zero
-        four = tl.sum(tl.join(tl.join(dk_a, dq_a), tl.join(dk_b, dq_b)), 0)
-        of_bias = ((b * chunks + n) * H + h) * (2 * N)
-        tl.store(biases + of_bias + of_four, tl.reshape(tl.permute(four, (0, 2, 1)), [4 * P]), mask=of_four < 2 * N)
-        dB_a, dB_b, dC_a, dC_b = dB_a + dk_a, dB_b + dk_b, dC_a + dq_a, dC_b + dq_b
-    groups = H // S
-    store_pairs(dB + (b * T * groups + g) * N, t, groups * N, x, inside, N, P, dB_a, dB_b)
-    store_pairs(dC + (b * T * groups + g) * N, t, groups * N, x, inside, N, P, dC_a, dC_b)
+        cos, sin = tl.full([L, P], 1.0, tl.float32), tl.zeros([L, P], tl.float32)
+        dangle, new = tl.zeros([L, P], tl.float32), ()
+        for j in tl.static_range(J):
+            dk_a, dk_b = pairs_of(dk_tile, P)
+            dq_a, dq_b = pairs_of(dq_tile, P)
+            if j + 1 < J:
+                dk_tile = load_tile(dk + one * dk_head + (j + 1) * dk_row, t * J, dk_row, x, inside, N)
+                at_next = dnext + one * dnext_head + (j + 1) * dnext_row
+                dq_tile = load_tile(at_next, (t - 1) * J, dnext_row, x, inside & (t > 0), N)
+            else:
+                following = inside & (one + 1 < S)
+                dk_tile = load_tile(dk + (one + 1) * dk_head, t * J, dk_row, x, following, N)
+                dq_tile = load_tile(dnext + (one + 1) * dnext_head, (t - 1) * J, dnext_row, x, following & (t > 0), N)
+            of_k_a, of_k_b = load_vector(B_bias + (h * J + j) * N, x, N, P)
+            of_q_a, of_q_b = load_vector(C_bias + (h * J + j) * N, x, N, P)
+            k_a, k_b = given[4 * j] + of_k_a, given[4 * j + 1] + of_k_b
+            q_a, q_b = given[4 * j + 2] + of_q_a, given[4 * j + 3] + of_q_b
+            if n == 0:
+                of_first_a, of_first_b = load_vector(dfirst + ((b * H + h) * J + j) * N, x, N, P)
+                begins = (l == 0)[:, None]
+                dq_a, dq_b = dq_a + tl.where(begins, of_first_a, 0.0), dq_b + tl.where(begins, of_first_b, 0.0)
+            if r0 < R:
+                of_chunk = ((b * chunks + n) * H + h) * R
+                if j == 0:
+                    cos, sin = angles_of(
+                        dt_l.to(tl.float64), theta_lp, arriving + of_chunk, r, at, l, document, documents, R, HAS_POS, EARLIER
+                    )
+                dk_a, dk_b = dk_a * cos + dk_b * sin, dk_b * cos - dk_a * sin
+                dq_a, dq_b = dq_a * cos + dq_b * sin, dq_b * cos - dq_a * sin
+                dangle += q_a * dq_b - q_b * dq_a + k_a * dk_b - k_b * dk_a
+                if j == J - 1:
+                    if n == chunks - 1:
+                        of_head = (b * H + h) * R + r
+                        to_cos = tl.load(dcos + of_head, mask=r < R, other=0.0)[None, :]
+                        to_sin = tl.load(dsin + of_head, mask=r < R, other=0.0)[None, :]
+                        dangle += tl.where((t == T - 1)[:, None], cos * to_sin - sin * to_cos, 0.0)
+                    dangle = sums_in_chunk(tl.where(turning, dangle, 0.0), document, documents, HAS_POS, True)
+                    tl.store(edges + of_chunk + (l * 0)[:, None] + r[None, :], dangle, mask=(l == 0)[:, None] & (r < R)[None, :])
+                    to_dt = tl.sum(dangle * theta_lp, 1)
+                    tl.store(ddt + ((block * batch + b) * T + t) * H + h, to_dt, mask=inside)
+                    dtheta_lp += dangle * dt_l[:, None]
+            if J == 1:  # a token's own product of q and k is not turned
+                down_l = tl.load(down + (b * T + t) * H + h, mask=inside, other=0.0)[:, None]
+                dq_a, dq_b, dk_a, dk_b = dq_a + down_l * k_a, dq_b + down_l * k_b, dk_a + down_l * q_a, dk_b + down_l * q_b
+            # rows behind the last token are zeros but for products of biases, whose `down` is zero
+            four = tl.sum(tl.join(tl.join(dk_a, dq_a), tl.join(dk_b, dq_b)), 0)
+            of_bias = (((b * chunks + n) * H + h) * J + j) * (2 * N)
+            tl.store(biases + of_bias + of_four, tl.reshape(tl.permute(four, (0, 2, 1)), [4 * P]), mask=of_four < 2 * N)
+            new += (sums[4 * j] + dk_a, sums[4 * j + 1] + dk_b, sums[4 * j + 2] + dq_a, sums[4 * j + 3] + dq_b)
+        sums = new
+    for j in tl.static_range(J):
+        store_pairs(dB + of_group + j * N, t, groups * J * N, x, inside, N, P, sums[4 * j], sums[4 * j + 1])
+        store_pairs(dC + of_group + j * N, t, groups * J * N, x, inside, N, P, sums[4 * j + 2], sums[4 * j + 3])
     if r0 < R:
         tl.store(dtheta + ((g * batch + b) * T + t[:, None]) * R + r[None, :], dtheta_lp, mask=turning)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common.autocast import without_autocast
+from baton.kernels.mamba3_mimo.triton_launch import gated_sum_triton, use_triton
 
 
 def mixed(weights: Tensor, x: Tensor, mimo_x: Tensor) -> Tensor:
@@ -40,6 +41,8 @@ def gated_sum(y: Tensor, z: Tensor, mimo_z: Tensor, mimo_o: Tensor, dtype: torch
     Returns:
         [B, T, H, P].
     """
+    if use_triton(y, mimo_z):
+        return gated_sum_triton(y, z, mimo_z, mimo_o, dtype)
     found: Tensor = _GatedSum.apply(y, z, mimo_z, mimo_o, dtype)
     return found
 

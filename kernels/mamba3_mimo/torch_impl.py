@@ -1,5 +1,5 @@
 """Mamba-3's recurrence with several inputs and outputs per head, in PyTorch around gated linear attention, whose Triton kernels a
-GPU runs.
+GPU runs; there what is as wide as q, k or v is computed by kernels, too (`triton_launch`, `mamba3.triton_launch`).
 
 As in `mamba3.torch_impl`, a token is written with the step sizes of its own and of the next token, and is read with the q of the
 next one. A token with J inputs is J tokens of gated linear attention, of which the first decays. Each of them reads the state with
@@ -19,7 +19,9 @@ from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.head_scale import head_scale
 from baton.kernels.mamba3.rotation import rotated_of_several, turned
 from baton.kernels.mamba3.transitions import written
+from baton.kernels.mamba3.triton_launch import rotated_of_several_triton
 from baton.kernels.mamba3_mimo.ranks import mixed
+from baton.kernels.mamba3_mimo.triton_launch import inputs_triton, output_triton, use_triton
 from baton.kernels.protocol import State
 
 
@@ -31,8 +33,9 @@ def mamba3_mimo_torch(
     inputs, length = mimo_x.shape[1], x.shape[1]
     dtype = state_dtype(x, B, C, dt, g, lam, theta, B_bias, C_bias, D, mimo_x)
     mimo_x, D = mimo_x.to(dtype), D.to(dtype)
-    next_BTJHN, first_BHJN, k_BTJHN, own_BTHJJ, later_BTHJJ, cos_BHR, sin_BHR = rotated_of_several(
-        B, C, dt, theta, B_bias, C_bias, pos, dtype
+    on_gpu, angles = use_triton(x, mimo_x), (dt, theta, B_bias, C_bias, pos)
+    next_BTJHN, first_BHJN, k_BTJHN, own_BTHJJ, later, cos_BHR, sin_BHR = (
+        rotated_of_several_triton(B, C, *angles) if on_gpu else rotated_of_several(B, C, *angles, dtype)
     )
     dt_BTH, lam_BTH, decay_BTH = dt.to(dtype), lam.to(dtype), g.to(dtype).exp()
     after_BTH, before_BTH = lam_BTH * dt_BTH, (1 - lam_BTH) * dt_BTH
@@ -41,26 +44,42 @@ def mamba3_mimo_torch(
         starts_BT1 = (pos == 0).unsqueeze(-1)
         decay_BTH, before_BTH = decay_BTH.masked_fill(starts_BT1, 0.0), before_BTH.masked_fill(starts_BT1, 0.0)
         tokens = (pos.unsqueeze(-1) * inputs + torch.arange(inputs, dtype=pos.dtype, device=pos.device)).flatten(1)
-    scaled_BTHP = head_scale(x, after_BTH + pad(before_BTH[:, 1:], (0, 0, 0, 1)))
-    v_BTJHP = (scaled_BTHP[:, :, None] * mimo_x.transpose(0, 1)).to(x.dtype)
+    scale_BTH = after_BTH + pad(before_BTH[:, 1:], (0, 0, 0, 1))
+    if on_gpu:
+        v_BTJHP = inputs_triton(x, scale_BTH, mimo_x)
+    else:
+        scaled_BTHP = head_scale(x, scale_BTH)
+        v_BTJHP = (scaled_BTHP[:, :, None] * mimo_x.transpose(0, 1)).to(x.dtype)
     S_BHNP = None
     if initial_state is not None:
         S_BHNP = initial_state["h"] + before_BTH[:, 0, :, None, None] * written(initial_state["k"], initial_state["x"])
     g_BTJH = pad(g[:, :, None], (0, 0, 0, inputs - 1))
     q, k, v, decays = (x.flatten(1, 2) for x in (next_BTJHN, k_BTJHN, v_BTJHP, g_BTJH))
     read, last_BHNP = gated_linear_attention(q, k, v, decays, gate="scalar", pos=tokens, initial_state=S_BHNP)
-    read_BTJHP = read.unflatten(1, (length, inputs)).to(dtype)
-    if later_BTHJJ is not None:
-        read_BTJHP = read_BTJHP + mixed(later_BTHJJ, scaled_BTHP, mimo_x)
-    read_BTJHP = pad(read_BTJHP[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
+    read_BTJHP, first_BJHP = read.unflatten(1, (length, inputs)), None
     if S_BHNP is not None:
         # no matrix product, which autocast would round
         first_BJHP = torch.stack([(q_BHN[..., None] * S_BHNP).sum(2) for q_BHN in first_BHJN.unbind(2)], dim=1)
-        read_BTJHP = read_BTJHP + pad(first_BJHP[:, None], (0, 0, 0, 0, 0, 0, 0, length - 1))
-    itself_BTHJJ = after_BTH[..., None, None] * own_BTHJJ + torch.diag_embed(D[:, None].expand(-1, inputs))
-    y_BTJHP = decay_BTH[:, :, None, :, None] * read_BTJHP + mixed(itself_BTHJJ, x, mimo_x)
+    factors = mimo_x, decay_BTH, after_BTH, D, own_BTHJJ, later, first_BJHP
+    y_BTJHP = output_triton(read_BTJHP, x, scale_BTH, *factors) if on_gpu else _output(read_BTJHP, x, scaled_BTHP, *factors)
     last_BHNP = turned(last_BHNP.transpose(2, 3), cos_BHR[:, :, None], -sin_BHR[:, :, None]).transpose(2, 3)
     last_k_BHJN = B[:, -1].to(dtype).repeat_interleave(x.shape[2] // B.shape[2], 1) + B_bias
     last_v_BHJP = x[:, -1, :, None].to(dtype) * mimo_x
     leaving = {"h": last_BHNP.contiguous(), "k": last_k_BHJN.contiguous(), "x": last_v_BHJP.contiguous()}
-    return y_BTJHP.to(x.dtype).contiguous(), leaving
+    return y_BTJHP, leaving
+
+
+def _output(
+    read: Tensor, x: Tensor, scaled: Tensor, mimo_x: Tensor, decay: Tensor, after: Tensor, D: Tensor, own: Tensor,
+    later: Tensor | None, first: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """As `triton_launch.output_triton`, of x times `scale`, and with `later` [B, T, H, J, J]."""
+    read_BTJHP, inputs = read.to(mimo_x.dtype), mimo_x.shape[1]
+    if later is not None:
+        read_BTJHP = read_BTJHP + mixed(later, scaled, mimo_x)
+    read_BTJHP = pad(read_BTJHP[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
+    if first is not None:
+        read_BTJHP = read_BTJHP + pad(first[:, None], (0, 0, 0, 0, 0, 0, 0, x.shape[1] - 1))
+    itself_BTHJJ = after[..., None, None] * own + torch.diag_embed(D[:, None].expand(-1, inputs))
+    y_BTJHP = decay[:, :, None, :, None] * read_BTJHP + mixed(itself_BTHJJ, x, mimo_x)
+    return y_BTJHP.to(x.dtype).contiguous()

@@ -20,6 +20,7 @@ from baton.models.settings.eager import Eager
 # compares them with the originals.
 LINEAR_ATTENTION_CHUNK = 64
 DELTA_RULE_CHUNK = GENERALIZED_DELTA_RULE_CHUNK = 64
+MAMBA3_MOST_INPUTS = 4  # of a head, for which a GPU has kernels
 SCORES_SHARE = 6  # linear attention saves scores if they are at most 1 / SCORES_SHARE of q, k and v
 LATTICE_SEQUENTIAL_CHUNK, LATTICE_QR_CHUNK = 32, 16
 LATTICE_GPU_CHUNK = 32  # without sparsity, which the GPU kernels do not support

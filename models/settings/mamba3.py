@@ -9,6 +9,7 @@ from baton.models.initializers import Constant, InverseSoftplusLogUniform
 from baton.models.settings import MixerConfig
 from baton.models.settings.cost_model import (
     LINEAR_ATTENTION_CHUNK,
+    MAMBA3_MOST_INPUTS,
     MixerCosts,
     RecurrenceCosts,
     SavedTensor,
@@ -136,9 +137,11 @@ class Mamba3Config(MixerConfig):
         transition = (heads, 2), (heads, self.pairs), (heads, self.pairs)
         fused = 2 * inner + 3 * heads + (2 * shared if several else 0)
         normed = tuple(x for name in "BC" for x in saved_by_norm(f"{name}_norm", shared, rows=vectors))
-        if several:  # what is normalised is a view of in_proj's outputs, which a CPU copies if they are not float32
-            normed = tuple(replace(x, cast="input" in x.name) for x in normed if x.device != "gpu")
-        outputs = rank * inner
+        if several:  # what is normalised is a view of in_proj's outputs: a GPU copies it, a CPU if it is not float32
+            normed = tuple(replace(x, cast=x.device == "cpu" and "input" in x.name) for x in normed)
+        outputs, by_kernels = rank * inner, rank <= MAMBA3_MOST_INPUTS
+        # what PyTorch's operators keep, and what kernels keep in its place on a GPU
+        by_operators: Literal["cpu"] | None = "cpu" if by_kernels else None
         if self.output_norm:
             gated_by = (
                 *saved_by_split_norm("norm", outputs, groups=rank * heads),
@@ -161,8 +164,9 @@ class Mamba3Config(MixerConfig):
             (
                 SavedTensor("inputs of heads", rank * inner, "compute"),
                 SavedTensor("decays of inputs", rank * heads, "float32"),
-                # of a token with itself, with and without its step size, and of the next token
-                SavedTensor("products of q and k", 3 * rank**2 * heads, "float32"),
+                # of a token with itself, with and without its step size, and of the next token; kernels: rank^2 and those of i < j
+                SavedTensor("products of q and k", 3 * rank**2 * heads, "float32", device=by_operators),
+                *((SavedTensor("products of q and k", rank * (3 * rank - 1) // 2 * heads, "float32", device="gpu"),) * by_kernels),
             )
             if rank > 1
             else saved_by_gate("z", inner)
@@ -179,12 +183,12 @@ class Mamba3Config(MixerConfig):
                 SavedTensor("rates", heads, "float32", cast=True),
                 SavedTensor("turned B and C", 2 * states, "compute", device="gpu"),
                 # one of 64 tokens has its angles in float64
-                *((SavedTensor("angles of chunks", heads * self.pairs // 32, "float32", device="gpu"),) if rank == 1 else ()),
+                *((SavedTensor("angles of chunks", heads * self.pairs // 32, "float32", device="gpu"),) * by_kernels),
                 SavedTensor("turned B and C", 2 * states, "float32", device="cpu"),
-                SavedTensor("x times step sizes", inner, "compute"),
+                SavedTensor("x times step sizes", inner, "compute", device=by_operators if rank > 1 else None),
                 *saved_scores(rank * heads, states, states, outputs),
-                SavedTensor("what tokens read of the state", outputs, "float32", device="cpu" if rank == 1 else None),
-                *((SavedTensor("what tokens read of the state", outputs, "compute", device="gpu"),) if rank == 1 else ()),
+                SavedTensor("what tokens read of the state", outputs, "float32", device=by_operators),
+                *((SavedTensor("what tokens read of the state", outputs, "compute", device="gpu"),) * by_kernels),
                 *gated_by,
                 *own,
                 SavedTensor("out_proj input", inner, "compute"),

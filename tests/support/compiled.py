@@ -109,6 +109,7 @@ def kernels(arch):
     yield from _scale_kernels()
     yield from _rotary_kernels()
     yield from _mamba3_kernels()
+    yield from _mimo_kernels()
     yield from _loss_kernels()
     yield from _embedding_kernels()
     yield from _adamw_kernels()
@@ -690,17 +691,23 @@ def _rotary_kernels():
 
 def _mamba3_kernels():
     """With the heads and states of Mamba-3 at 1.5B, of which half turn."""
-    from baton.kernels.mamba3 import triton_kernels
+    from baton.kernels.mamba3 import product_kernels, triton_kernels
     from baton.kernels.mamba3.rotation import CHUNK
     from baton.kernels.mamba3.triton_launch import WARPS, block_pairs, output_sizes
 
     low = ("B", "C", "k", "next_q", "dnext", "dk", "dB", "dC", "read", "x", "y", "dy", "dread", "dx")
     sizes = {"R": 32, "H": 64, "HAS_POS": True, "L": CHUNK, "P": block_pairs(128)}
-    turned = {**sizes, "N": 128, "S": 64, "EARLIER": True}
+    turned = {**sizes, "N": 128, "S": 64, "J": 1, "EARLIER": True}
+    several = {**turned, "J": 4, "P": block_pairs(128, 4)}
+    products = {name: size for name, size in several.items() if name != "EARLIER"}
     forms = {
         "angles": (triton_kernels.mamba3_angle_edges_kernel, sizes),
         "rotation": (triton_kernels.mamba3_rotate_kernel, turned),
         "rotation, backward": (triton_kernels.mamba3_rotate_backward_kernel, turned),
+        "products of four inputs": (product_kernels.mimo_products_kernel, products),
+        "products of four inputs, backward": (product_kernels.mimo_products_backward_kernel, products),
+        "rotation of four inputs": (triton_kernels.mamba3_rotate_kernel, several | {"P": block_pairs(128)}),
+        "rotation of four inputs, backward": (triton_kernels.mamba3_rotate_backward_kernel, several),
     }
     output = output_sizes(64, 64) | {"HAS_FIRST": True}
     forms["output"] = (triton_kernels.mamba3_output_kernel, output)
@@ -709,9 +716,25 @@ def _mamba3_kernels():
     forms["step"] = (triton_kernels.mamba3_step_kernel, step)
     for name, (kernel, constants) in forms.items():
         types = dict.fromkeys(set(kernel.arg_names) - {*low, "pos", "T"}, "fp32") | {"edges": "fp32", "arriving": "fp64"}
+        types |= {"dB": "fp32", "dC": "fp32"} if "products" in name else {}
         types |= {"edges": "fp64"} if name == "angles" else {}
         types |= {arg: "=i32" for arg in kernel.arg_names if arg.endswith(("_batch", "_row", "_head")) or arg in ("rows", "R")}
         yield f"mamba3 {name}", kernel, _without_warps(constants), constants.get("num_warps", WARPS), types
+
+
+def _mimo_kernels():
+    """With the heads, states and inputs of Mamba-3 at 1.5B in its MIMO form."""
+    from baton.kernels.mamba3_mimo import triton_kernels
+    from baton.kernels.mamba3_mimo.triton_launch import launch_sizes
+
+    low = ("x", "v", "dv", "dx", "read", "dread", "y", "dy", "z", "dz", "total", "dtotal")
+    for name, first in (("inputs", {}), ("output", {"HAS_FIRST": True}), ("gated sum", {})):
+        for backward in ("", "_backward"):
+            kernel = getattr(triton_kernels, f"{'' if name == 'gated sum' else 'mimo_'}{name.replace(' ', '_')}{backward}_kernel")
+            sizes = launch_sizes(64, 4, 64, over_runs=bool(backward)) | first
+            types = dict.fromkeys(set(kernel.arg_names) - {*low, "T"}, "fp32")
+            types |= {arg: "=i32" for arg in kernel.arg_names if arg.endswith("_row")}
+            yield f"mamba3 mimo {name}{backward}".replace("_", ", "), kernel, _without_warps(sizes), sizes["num_warps"], types
 
 
 def _loss_kernels():

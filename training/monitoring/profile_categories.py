@@ -55,11 +55,11 @@ RULES = (
         "scan",
         kernels=(
             "channel", "chunk_h", "diagonal_scan", "generalized_delta_rule", "gla", "gsa", "innovation", "joint_attention",
-            "lattice", "mamba3", "matrix_step", "memory_copy", "pair", "topk_memory", "wy",
+            "lattice", "mamba3", "matrix_step", "memory_copy", "mimo", "pair", "topk_memory", "wy",
         ),
         functions=(
             "_AsScanInputs", "_DeltaRule", "_DiagonalScan", "_Gathered", "_GeneralizedDeltaRule", "_GeneralizedDeltaRuleChunks",
-            "_Gla", "_Gsa", "_Joint", "_Lattice", "_Mamba3Output", "_Mixed", "_QRChunk", "_RecvState",
+            "_Gla", "_Gsa", "_Joint", "_Lattice", "_Mamba3Output", "_MimoInputs", "_MimoOutput", "_Mixed", "_QRChunk", "_RecvState",
             "_Rotated", "_RunChunked", "_Scan", "_SendState", "_SendStateFirst",
             "_Sequential", "_TransitionScan", "_WithSinks",
         ),
@@ -87,7 +87,7 @@ RULES = (
     ),
     Rule(
         "elementwise",
-        kernels=("embedding", "gate", "head_scale", "rotary"),
+        kernels=("embedding", "gate", "gated_sum", "head_scale", "rotary"),
         functions=("_Embedding", "_ForgetGate", "_Gate", "_GatedSum", "_HeadScale", "_LogSigmoid", "_Rotary"),
         name=r"^(aten|prims|torch|autograd)::|at::native|at_cuda_detail|elementwise|^Mem(cpy|set)|^triton_(poi|red|per)_"
         r"|Backward\d*$|^detach_?$",
