@@ -135,9 +135,10 @@ def mimo_output_backward_kernel(
         scale_t = tl.load(scale + one, mask=t < T, other=0.0)[:, None]
         after_t = tl.load(after + one, mask=t < T, other=0.0)
         next_decay = tl.load(decay + one + H, mask=following, other=0.0)[:, None]
-        of_decay, of_after, of_skip = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+        of_decay, of_first = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+        of_after, of_skip = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
         if HAS_FIRST:
-            of_first, begins = tl.zeros([BT], tl.float32), inside & (t == 0)[:, None]
+            begins = inside & (t == 0)[:, None]
             decay_t = tl.load(decay + one, mask=t == 0, other=0.0)[:, None]
         # of x times mimo_x_j, and of the same times `scale`
         to_x, to_scaled = zeros_of(J, BT, BD), zeros_of(J, BT, BD)
@@ -185,10 +186,7 @@ def mimo_output_backward_kernel(
         tl.store(dafter + one, of_after, mask=t < T)
         tl.store(dskip + one, of_skip, mask=t < T)
         tl.store(ddecay + one + H, of_decay, mask=following)
-        if HAS_FIRST:
-            tl.store(ddecay + one, of_first, mask=t == 0)
-        else:
-            tl.store(ddecay + one, of_decay * 0.0, mask=t == 0)
+        tl.store(ddecay + one, of_first, mask=t == 0)
     store_sums(dmimo_x + ((b * runs + n) * H + h) * (J * D), sums, tl.arange(0, BD)[None, :], 0, J, D)
 
 
