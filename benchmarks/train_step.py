@@ -57,7 +57,8 @@ MODELS: dict[str, tuple[str, list[str]]] = {
     "bmojo": ("bmojo-1.4b", []),
     **{f"lattice-{kind}": ("lattice-1.3b", [f"model.mixers.lattice.variant={kind}"]) for kind in ("sim", "enc", "dec")},
     "transformer": ("transformer-1.3b", []),
-    **{name: (name, []) for name in ("mamba-130m", "mamba-370m", "mamba-2.8b", "mamba2-370m", "mamba2-1.3b", "transformer-350m")},
+    **{name: (name, []) for name in ("mamba-130m", "mamba-370m", "mamba-2.8b", "mamba2-370m", "mamba2-1.3b", "transformer-350m",
+                                      "mamba3-1.5b", "mamba3-mimo-1.5b")},
     **{f"{kind}-{size}": (f"{kind}-{size}", []) for kind in ("gsa", "gla", "delta-net", "retnet", "hgrn2", "gated-delta-net")
        for size in ("340m", "1.3b") if (kind, size) != ("gsa", "1.3b")},
     **{name: (name, []) for name in ("gsa-2.7b", "gated-delta-net-hybrid-1.3b")},
@@ -297,7 +298,8 @@ class Bench:
             peak=device_peak(device, training.compute_dtype, 0.1 if self.arguments.tiny else None),
         )
         spread = f"{1000 * min(found.seconds):,.1f} to {1000 * max(found.seconds):,.1f}"
-        again = {"none": "", "selective": ", cheap parts recomputed", "full": ", recomputed"}[str(training.recompute)]
+        recomputed = {"none": "", "states": "states ", "selective": "cheap parts ", "full": ""}[str(training.recompute)]
+        again = "" if training.recompute == "none" else f", {recomputed}recomputed"
         again += ", recorded" if training.cuda_graphs else ""
         cut = f", {training.segments} exact segments" if training.segments > 1 else ""
         self.report.say(

@@ -77,7 +77,8 @@ class DeltaRuleMixer(Mixer):
             beta_BTH if config.beta_max == 1.0 else config.beta_max * beta_BTH,
             *(() if g is None else (g,)),
         )
-        recurrence = DeltaRule(gated=g is not None, by_channel=g is not None and g.ndim == 4)
+        by_channel = g is not None and g.ndim == 4
+        recurrence = DeltaRule(gated=g is not None, by_channel=by_channel, keep_states=self.context.keep_states)
         o_BTHV, S = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context)
         final_state |= S
         return self.out_proj(self.normed(o_BTHV, extra)), final_state

@@ -59,7 +59,7 @@ class LanguageModel(nn.Module):
         tensor_size: int = 1,
         compute_dtype: torch.dtype = torch.float32,
         residual_dtype: torch.dtype = torch.float32,
-        recompute: Literal["none", "selective", "full"] = "none",
+        recompute: Literal["none", "states", "selective", "full"] = "none",
         link: ContextLink | None = None,
         stage: Stage | None = None,
         pipeline: PipelineLink | None = None,
@@ -97,6 +97,7 @@ class LanguageModel(nn.Module):
             config.init_std,
             sequence_parallel=self.sequence_parallel,
             selective_recompute=recompute == "selective",
+            keep_states=recompute == "none",
         )
         self.shared = nn.ModuleDict(
             {name: build_block(name, first, config, context) for name, first in config.shared_blocks.items()}

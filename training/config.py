@@ -13,7 +13,7 @@ from baton.training.monitoring.config import GuardConfig, MonitoringConfig
 from baton.training.optimizer_config import OptimizerConfig, ScheduleConfig
 
 ComputeDtype = Literal["float32", "bfloat16"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "states", "selective", "full"]
 """Activations that the backward pass recomputes: models.lm.LanguageModel."""
 
 
@@ -111,8 +111,9 @@ class TrainingConfig(_Settings):
     )
     recompute: Recompute | Literal["auto"] = Field(
         "auto",
-        description="activations that the backward pass recomputes. none: all are kept, fastest. selective: those that are "
-        "cheap to recompute, such as convolutions and gates: less memory; without effect on sequences in segments or "
+        description="activations that the backward pass recomputes. none: all are kept, fastest. states: on a GPU the "
+        "states between chunks of tokens, of linear attention, gated slot attention and delta rules. selective: these, and what is "
+        "cheap to recompute, such as convolutions and gates: less memory; the latter without effect on sequences in segments or "
         "over ranks. full: all of a layer but its input: least memory, one more forward pass. "
         "auto: the fastest that fits the GPU's memory by `baton plan`, chosen at every start; on a CPU, none",
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile.fitting import Sizes, launch_blocks
-from baton.kernels.delta_rule.triton_launch import SMALL, DeltaRuleLaunch, LaunchConfig
+from baton.kernels.delta_rule.triton_launch import SMALL, DeltaRuleLaunch, Kept, LaunchConfig
 from baton.kernels.gated_linear_attention.launch_args import NEAR, QKV, PreparedGates, Side
 from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch
 
@@ -106,30 +106,33 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
 
         launch_blocks(walk, "channel_u_kernel", BY=options["BY"])
 
-    def forward(self, first: Tensor | None, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The output in dtype (None: q's), the final state and the chunks' inverses."""
+    def forward(self, first: Tensor | None, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor, Kept]:
+        """The output in dtype (None: q's), the final state, the chunks' inverses and what a backward pass needs."""
         launch, (q, k, _) = self.gla, self.gla.given
         if self.alternate:
             read = launch.launch_scores(q, k, self.prepared.sums, gated=True, dtype=torch.float32)
             scores, inverse = read.to(launch.kept, copy=True), self.inverted(read)
         else:
             inverse = self.compute_inverses()
-        u, states, last, _ = self.compute_u(inverse, first)
+        u, states, transitions, last = self.compute_u(inverse, first)
         if not self.alternate:
             scores = launch.launch_scores(q, k, self.prepared.sums, gated=True)
         y, _ = launch.launch_chunk_o(self.prepared, Side(None, u), scores, states, None, read=dtype or q.dtype, write=None)
         assert y is not None
-        return y, last, inverse
+        return y, last, inverse, Kept(u, states, transitions, scores)
+
+    def compute_again(self, inverse: Tensor, first: Tensor | None) -> Kept:
+        u, states, transitions, _ = self.compute_u(inverse, first)
+        q, k, _ = self.gla.given
+        return Kept(u, states, transitions, self.gla.launch_scores(q, k, self.prepared.sums, gated=True))
 
     def walk_back(
-        self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor
+        self, first: Tensor | None, inverse: Tensor, kept: Kept | None, dy: Tensor, dlast: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """u, the states before chunks, the gradient of u / beta, the cotangents of the states behind chunks, and the gradient of
         the entering state."""
         launch, rows, shape = self.gla, self.gla.batch * self.gla.heads, self.gla.given.v.shape
-        q, k, _ = launch.given
-        u, states, _, transitions = self.compute_u(inverse, first)
-        scores = launch.launch_scores(q, k, self.prepared.sums, gated=True)
+        u, states, transitions, scores = kept or self.compute_again(inverse, first)
         dr, cotangents = launch.new(*shape, dtype=launch.kept), torch.empty_like(states)
 
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
@@ -155,8 +158,8 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         dfirst = back(arriving, torch.empty_like(dlast), pieces)
         return u, states, dr, cotangents, dfirst
 
-    def backward(self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
-        u, states, dr, cotangents, dfirst = self.walk_back(first, inverse, dy, dlast)
+    def backward(self, first: Tensor | None, inverse: Tensor, kept: Kept | None, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
+        u, states, dr, cotangents, dfirst = self.walk_back(first, inverse, kept, dy, dlast)
         launch, sums, chunk = self.gla, self.prepared.sums, self.config.chunk
         (q, k, v), rows, (X, Y) = launch.given, launch.batch * launch.heads, launch.sizes
         readers = torch.stack((q, k), dim=3).flatten(2, 3)

@@ -5,6 +5,8 @@ anywhere, to rounding. Keys and queries are used as given: a key longer than sqr
 normalise keys.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from baton.kernels.common.head_groups import HeadGroups
@@ -26,6 +28,7 @@ def delta_rule(
     scale: float | None = None,
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
+    keep_states: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The delta rule over a piece of a sequence (DeltaNet), with a decay if g is given: a number per head (Gated DeltaNet), or one
     per channel of the keys (Kimi Delta Attention), where exp(g_t) is a diagonal matrix. Per head:
@@ -52,6 +55,8 @@ def delta_rule(
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the state that arrives, [batch, heads, d_key, d_value], float32 (float64 for float64 inputs). None: zero.
+        keep_states: on a GPU, keep what tokens write, the states between chunks of them and the scores within for the backward pass
+            instead of computing them again. The CPU implementation always keeps the states.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
 
@@ -89,7 +94,7 @@ def delta_rule(
         expect_positions(_KERNEL, pos, batch, length, device)
     if scale is None:
         scale = d_key**-0.5
-    implementation = delta_rule_triton if use_triton(q, dtype) else delta_rule_chunked
+    implementation = partial(delta_rule_triton, keep_states=keep_states) if use_triton(q, dtype) else delta_rule_chunked
     groups = HeadGroups.of(k, v)
     if groups is None:
         return implementation(q, k, v, beta, g, scale=scale, pos=pos, initial_state=initial_state)

@@ -22,7 +22,8 @@ from baton.kernels.protocol import Inputs, LinearRecurrence, MatrixAffine, State
 
 @dataclass(frozen=True)
 class DeltaRule(LinearRecurrence):
-    """Inputs q, k, v, beta and, if gated, g along time; State {S [batch, heads, d_key, d_value]}. See `op.delta_rule`.
+    """Inputs q, k, v, beta and, if gated, g along time; State {S [batch, heads, d_key, d_value]}. See `op.delta_rule`, also for
+    keep_states.
 
     scale: of the output; None: d_key ** -0.5. In examples, everything else reads them off the inputs: by_channel, whether g is of
     the keys' channels; key_heads, number of heads of keys and queries, each for a group of heads (0: every head has its own).
@@ -32,6 +33,7 @@ class DeltaRule(LinearRecurrence):
     by_channel: bool = False
     scale: float | None = None
     key_heads: int = 0
+    keep_states: bool = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -52,7 +54,8 @@ class DeltaRule(LinearRecurrence):
         return (StateSpec("S", shape, state_dtype(*inputs), tp=0, grad=True),)
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        y, S = delta_rule(*inputs, scale=self.scale, pos=pos, initial_state=None if state is None else state["S"])
+        initial = None if state is None else state["S"]
+        y, S = delta_rule(*inputs, scale=self.scale, pos=pos, initial_state=initial, keep_states=self.keep_states)
         return y, {"S": S}
 
     def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:

@@ -1,12 +1,13 @@
 """The delta rule on a GPU: launches the kernels of `wy_forward_kernels` and `wy_backward_kernels` and defines their gradient.
 
 The output is computed from the writes u by gated linear attention's kernels. The arguments and the inverses of the chunks' matrices
-are kept for the backward pass; the writes and the states between chunks are recomputed.
+are kept for the backward pass; the writes, the states between chunks and the scores within them are recomputed, unless they are to
+be kept.
 """
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -80,12 +81,13 @@ def delta_rule_triton(
     scale: float,
     pos: Tensor | None,
     initial_state: Tensor | None,
+    keep_states: bool = False,
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `op.delta_rule`, which checks the arguments. Matmuls are computed in bfloat16 if q, k and v are 16-bit, except the
     inverse's."""
     config = config or launch_config_for(k, v, g)
-    y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch_utils.int32_positions(pos), config)
+    y, leaving = _DeltaRule.apply(q, k, v, beta, g, initial_state, scale, launch_utils.int32_positions(pos), keep_states, config)
     return y, leaving
 
 
@@ -122,6 +124,17 @@ def _launch_class(g: Tensor | None) -> type["DeltaRuleLaunch"]:
         return DeltaRuleLaunch
     launch: type[DeltaRuleLaunch] = _channel_launch.ChannelDeltaRuleLaunch
     return launch
+
+
+class Kept(NamedTuple):
+    """What a forward pass computes and a backward pass needs: what tokens write, u [B, T, H, d_value], the state before each chunk,
+    [B, H, N, d_key, d_value], the transitions of the sequence's pieces, if any, and the scores of each chunk's tokens,
+    [B, H, N, C, C]."""
+
+    u: Tensor
+    states: Tensor
+    transitions: Tensor | None
+    scores: Tensor
 
 
 class DeltaRuleLaunch:
@@ -232,9 +245,8 @@ class DeltaRuleLaunch:
         )  # fmt: skip
         return arriving
 
-    def compute_u(self, inverse: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The values u that tokens write [B, T, H, d_value], the state before each chunk, the final state, and the transitions of
-        the pieces, if any."""
+    def compute_u(self, inverse: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """What `Kept` has first, and the final state."""
         launch, (X, Y), transitions = self.gla, self.gla.sizes, None
         piece = self.chunks_per_piece(-(-Y // self.chunk_loop_options(self.config.values)["BY"]))
         if piece < launch.chunks:
@@ -244,26 +256,31 @@ class DeltaRuleLaunch:
         states = launch.new(launch.batch, launch.heads, launch.chunks, X, Y, dtype=launch.kept)
         last = launch.new(launch.batch, launch.heads, X, Y)
         self.launch_u(inverse, piece, first, u, states, last)
-        return u, states, last, transitions
+        return u, states, transitions, last
 
-    def forward(self, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, the final state and the chunks' inverses."""
+    def compute_again(self, inverse: Tensor, first: Tensor | None) -> Kept:
+        """What a forward pass has not kept."""
+        u, states, transitions, _ = self.compute_u(inverse, first)
+        q, k, _ = self.gla.given
+        return Kept(u, states, transitions, self.gla.launch_scores(q, k, self.sums, gated=True))
+
+    def forward(self, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Kept]:
+        """The output, the final state, the chunks' inverses and what a backward pass needs."""
         launch, inverse = self.gla, self.compute_inverses()
         q, k, _ = launch.given
-        u, states, last, _ = self.compute_u(inverse, first)
+        u, states, transitions, last = self.compute_u(inverse, first)
         scores = launch.launch_scores(q, k, self.sums, gated=True)
         y, _ = launch.launch_chunk_o(
             PreparedGates(self.sums, q, k, None), Side(None, u), scores, states, None, read=q.dtype, write=None
         )
         assert y is not None
-        return y, last, inverse
+        return y, last, inverse, Kept(u, states, transitions, scores)
 
-    def backward(self, first: Tensor | None, inverse: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
-        """Gradients of q, k, v, beta, g and the entering state."""
+    def backward(self, first: Tensor | None, inverse: Tensor, kept: Kept | None, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
+        """Gradients of q, k, v, beta, g and the entering state. kept: by `forward`; None: it is computed again."""
         launch = self.gla
         (q, k, v), rows, shape = launch.given, launch.batch * launch.heads, launch.given.v.shape
-        u, states, _, transitions = self.compute_u(inverse, first)
-        scores = launch.launch_scores(q, k, self.sums, gated=True)
+        u, states, transitions, scores = kept or self.compute_again(inverse, first)
         dr, cotangents = launch.new(*shape, dtype=launch.kept), torch.empty_like(states)
 
         def back(arriving: Tensor | None, dfirst: Tensor, pieces: int) -> Tensor:
@@ -305,25 +322,26 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, initial_state: Tensor | None, scale: float,
-        pos: Tensor | None, config: LaunchConfig,
+        pos: Tensor | None, keep_states: bool, config: LaunchConfig,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last, inverse = _launch_class(g)(q, k, v, beta, g, scale, pos, config).forward(_contiguous(initial_state))
-        ctx.save_for_backward(q, k, v, beta, g, initial_state, inverse, pos)
+        y, last, inverse, kept = _launch_class(g)(q, k, v, beta, g, scale, pos, config).forward(_contiguous(initial_state))
+        ctx.save_for_backward(q, k, v, beta, g, initial_state, inverse, pos, *(kept if keep_states else ()))
         ctx.scale, ctx.config = scale, config
         return y, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Any, ...]:
-        q, k, v, beta, g, initial_state, inverse, pos = ctx.saved_tensors
+        q, k, v, beta, g, initial_state, inverse, pos, *kept = ctx.saved_tensors
         launch = _launch_class(g)(q, k, v, beta, g, ctx.scale, pos, ctx.config)
         dq, dk, dv, dbeta, dg, dfirst = launch.backward(
-            _contiguous(initial_state), inverse, launch_utils.contiguous_last_dim(dy), dlast.contiguous()
-        )
+            _contiguous(initial_state), inverse, Kept(*kept) if kept else None, launch_utils.contiguous_last_dim(dy),
+            dlast.contiguous(),
+        )  # fmt: skip
         # a head that all share has a gradient of each
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))
         grads = (dq, dk, dv, dbeta.to(beta.dtype), None if g is None else dg.to(g.dtype), dfirst)
-        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 3)
+        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 4)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

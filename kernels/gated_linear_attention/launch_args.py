@@ -18,6 +18,7 @@ from baton.kernels.errors import REDUCED_DTYPES
 from baton.kernels.gated_linear_attention.reference import Gate
 
 KERNELS = LazyModule("baton.kernels.gated_linear_attention.triton_kernels")
+_common = LazyModule("baton.kernels.gated_linear_attention.triton_common")
 
 NEAR = 3
 """log2 of the tokens of a block that is joined at one of its own, for decays without a bound; see `triton_common`."""
@@ -51,7 +52,7 @@ class LaunchConfig:
     x_gated: int = 64
     x_read: int = 64
     x_prepared: int = 64
-    x_scores: int = 32
+    x_scores: int = 64
     x_products: int = 64
     y: int = 128
     y_gated: int = 64
@@ -123,6 +124,16 @@ class Gradients(NamedTuple):
     q: Tensor | None = None
     k: Tensor | None = None
     v: Tensor | None = None
+
+
+class Kept(NamedTuple):
+    """What a forward pass keeps for the backward pass beside its arguments; None: it is computed again.
+
+    scores: of each chunk's tokens, [B, Q, N, C, C]. states: before each chunk, [B, H, N, X, Y].
+    """
+
+    scores: Tensor | None = None
+    states: Tensor | None = None
 
 
 class PreparedGates(NamedTuple):
@@ -206,7 +217,6 @@ class Launch:
 @cache
 def gate_kind(gate: Gate) -> int:
     """Of the gate, as the kernels call it."""
-    kernels = KERNELS
-    kinds = {"none": kernels.NONE, "scalar": kernels.SCALAR, "key": kernels.CHANNEL, "value": kernels.CHANNEL}
+    kinds = {"none": _common.NONE, "scalar": _common.SCALAR, "key": _common.CHANNEL, "value": _common.CHANNEL}
     value: int = kinds[gate].value
     return value

@@ -4,6 +4,7 @@ The state enters and leaves in float32 (float64 for float64 inputs) with exact g
 anywhere: outputs, states and gradients are equal to rounding.
 """
 
+from functools import partial
 from typing import get_args
 
 from torch import Tensor
@@ -28,6 +29,7 @@ def gated_linear_attention(
     scale: float = 1.0,
     pos: Tensor | None = None,
     initial_state: Tensor | None = None,
+    keep_states: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gated linear attention over a piece of a sequence (Yang et al. 2023, section 4.1; per head):
 
@@ -50,6 +52,8 @@ def gated_linear_attention(
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the state that arrives, [batch, heads, d_key, d_value], float32 (float64 for float64 inputs). None: zero.
+        keep_states: on a GPU, keep the states between chunks of tokens for the backward pass, which otherwise computes them again.
+            The CPU implementation always keeps them.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
 
@@ -83,7 +87,7 @@ def gated_linear_attention(
         expect_dtype(_KERNEL, "initial_state", initial_state, (dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
-    implementation = gla_triton if use_triton(q, dtype) else gla_chunked
+    implementation = partial(gla_triton, keep_states=keep_states) if use_triton(q, dtype) else gla_chunked
     groups = HeadGroups.of(k, v)
     if groups is None:
         return implementation(q, k, v, g, gate=gate, scale=scale, pos=pos, initial_state=initial_state)

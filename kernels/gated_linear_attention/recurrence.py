@@ -21,8 +21,9 @@ from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, S
 class GatedLinearAttention(LinearRecurrence):
     """Inputs q, k, v and, unless gate is "none", g along time; State {S [batch, heads, d_key, d_value]}.
 
-    See `op.gated_linear_attention`. group: query heads per head; shared: one key and one query for all heads; key_heads: so many
-    keys and queries, for the heads of a group each (0: neither). All in examples; everything else reads them off the inputs.
+    See `op.gated_linear_attention`, also for keep_states. group: query heads per head; shared: one key and one query for all heads;
+    key_heads: so many keys and queries, for the heads of a group each (0: neither). These three in examples; everything else reads
+    them off the inputs.
     """
 
     gate: Gate
@@ -30,6 +31,7 @@ class GatedLinearAttention(LinearRecurrence):
     group: int = 1
     shared: bool = False
     key_heads: int = 0
+    keep_states: bool = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -51,7 +53,9 @@ class GatedLinearAttention(LinearRecurrence):
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         initial = None if state is None else state["S"]
-        y, S = gated_linear_attention(*inputs, gate=self.gate, scale=self.scale, pos=pos, initial_state=initial)
+        y, S = gated_linear_attention(
+            *inputs, gate=self.gate, scale=self.scale, pos=pos, initial_state=initial, keep_states=self.keep_states
+        )
         return y, {"S": S}
 
     def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:

@@ -17,7 +17,6 @@ from baton.kernels.gate.triton_kernels import activation
 from baton.kernels.gated_linear_attention.triton_common import (
     CHANNEL,
     LEAST,
-    NONE,
     SCALAR,
     causal_mask,
     chunk_decay,
@@ -102,7 +101,10 @@ def gla_scores_kernel(
             for level in tl.static_range(NEAR, LEVELS):
                 apart = summed - load_gate_sums(here, n * C + split_token(level, C), T, x, H, X, GATE)
                 across = tl.exp2(-tl.abs(apart).to(tl.float32))
-                found += tl.where(joined_pairs(level, C), dot(r_x * across, tl.trans(w_x * across), DOT_DTYPE), 0.0)
+                # of the first of two blocks only what is written is needed, of the second only what reads
+                second = ((i >> level) & 1 == 1)[:, None]
+                side = round_operand(tl.where(second, r_x.to(tl.float32), w_x.to(tl.float32)) * across, DOT_DTYPE)
+                found += tl.where(joined_pairs(level, C), dot(side, tl.trans(side), DOT_DTYPE), 0.0)
         else:
             found += dot(r_x, tl.trans(w_x), DOT_DTYPE)
     if GATE == SCALAR:
@@ -254,11 +256,11 @@ def gla_chunk_dqk_kernel(
     rx_batch, rx_row, rx_head, ry_batch, ry_row, ry_head, wx_batch, wx_row, wx_head, wy_batch, wy_row, wy_head,
     out_r_batch, out_r_row, out_r_head, out_w_batch, out_w_row, out_w_head,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, DOT_DTYPE: tl.constexpr, PRECISE: tl.constexpr, NEAR: tl.constexpr,
-    LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, DECAYS: tl.constexpr, DOT_DTYPE: tl.constexpr, PRECISE: tl.constexpr,
+    NEAR: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
-    """Derivatives along x: to rx, [B, T, Q, X], if READ, and to wx, [B, T, H, X], and the log-decays, [B, T, H, X] or, of a SCALAR,
-    of each block of x [X / BX, B, T, H], if WRITE; scores are those of ry and wy, without decays. PRECISE: of
+    """Derivatives along x: to rx, [B, T, Q, X], if READ, to wx, [B, T, H, X], if WRITE, and, if DECAYS, to the log-decays,
+    [B, T, H, X] or, of a SCALAR, of each block of x [X / BX, B, T, H]; scores are those of ry and wy, without decays. PRECISE: of
     channels, what is read within a chunk is of wx with twice DOT_DTYPE's digits."""
     xs, n = tl.program_id(0), tl.program_id(1)
     x = xs * BX + tl.arange(0, BX)
@@ -283,7 +285,7 @@ def gla_chunk_dqk_kernel(
             if WRITE and group == 0:
                 dS = load_state_block(cotangents + of_state, x, y, X, Y)
                 grad_w += dot(load_tokens(wy + b * wy_batch + h * wy_head, t, wy_row, y, T, Y), tl.trans(dS), DOT_DTYPE)
-                if GATE != NONE:
+                if DECAYS:
                     behind += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
         summed = load_gate_sums(here, t, T, x, H, X, GATE)
         w_x = load_tokens(wx + b * wx_batch + h * wx_head, t, wx_row, x, T, X)
@@ -297,16 +299,16 @@ def gla_chunk_dqk_kernel(
             else:
                 total = last_token(summed, C)
                 grad_w *= decay_to_end(summed, total, at_last, C, HAS_POS)[:, None]
-            if GATE == CHANNEL:
+            if DECAYS and GATE == CHANNEL:
                 flow -= w_x * grad_w
                 behind = behind * chunk_decay(total, at_last, C, HAS_POS) - tl.sum(flow, 0)
-            elif GATE == SCALAR:
+            elif DECAYS:
                 written = w_x * grad_w
                 behind = behind * chunk_decay(total, at_last, C, HAS_POS) + tl.sum(written, 0)
                 flow -= tl.sum(written, 1)
-        if WRITE and GATE == CHANNEL:
+        if DECAYS and GATE == CHANNEL:
             flow += r_x * found * scale
-        elif WRITE and GATE == SCALAR:
+        elif DECAYS:
             flow += tl.sum(r_x * found, 1) * scale
         P = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
         if GATE == CHANNEL:
@@ -328,8 +330,9 @@ def gla_chunk_dqk_kernel(
                     r_level = round_operand(r_x * for_r, DOT_DTYPE)
                     written = dot(tl.trans(P_level), r_level, DOT_DTYPE)
                     grad_w += for_w * written * scale
-                    # every pair is the same number in both, so those on one side of a gate cancel
-                    flow += (r_level * read - w_level * written) * scale
+                    if DECAYS:
+                        # every pair is the same number in both, so those on one side of a gate cancel
+                        flow += (r_level * read - w_level * written) * scale
         else:
             P_all = P * pairwise_decays(summed, at, C, GATE, HAS_POS)
             read = dot(P_all, w_x, DOT_DTYPE)
@@ -337,15 +340,15 @@ def gla_chunk_dqk_kernel(
             if WRITE:
                 written = dot(tl.trans(P_all), r_x, DOT_DTYPE)
                 grad_w += written * scale
-                if GATE == SCALAR:
+                if DECAYS:
                     flow += tl.sum(round_operand(r_x, DOT_DTYPE) * read - round_operand(w_x, DOT_DTYPE) * written, 1) * scale
         if READ:
             store_tokens(out_r + b * out_r_batch + q * out_r_head, t, out_r_row, x, T, X, found * scale)
     if WRITE:
         store_tokens(out_w + b * out_w_batch + h * out_w_head, t, out_w_row, x, T, X, grad_w)
-        if GATE == CHANNEL:
+        if DECAYS and GATE == CHANNEL:
             store_tokens(out_g + (b * T * H + h) * X, t, H * X, x, T, X, reverse_cumsum(flow, C, DOT_DTYPE) + behind[None, :])
-        elif GATE == SCALAR:
+        elif DECAYS:
             # of [1, BX]: with a sum over one dimension alone Triton 3.6 fails for sm_100
             grad_g = tl.cumsum(flow, 0, reverse=True) + tl.sum(behind[None, :], 1)
             to = out_g + (xs * (tl.num_programs(2) // H) + b) * T * H + h

@@ -2,7 +2,7 @@
 
 The gate decides which of q, k, v and y lie along x, the dimension with decays, and therefore which of the two kernels computes the
 output and which the gradients. Only the arguments are saved for the backward pass, and the scores within chunks if they are small.
-The states between chunks are recomputed.
+The states between chunks are recomputed, unless they are to be kept.
 """
 
 from typing import Any
@@ -19,6 +19,7 @@ from baton.kernels.gated_linear_attention.launch_args import (
     NOTHING,
     QKV,
     Gradients,
+    Kept,
     Launch,
     LaunchConfig,
     PreparedGates,
@@ -62,11 +63,12 @@ def gla_triton(
     scale: float,
     pos: Tensor | None,
     initial_state: Tensor | None,
+    keep_states: bool = False,
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `op.gated_linear_attention`, which checks the arguments. Matmuls are computed in bfloat16 if q, k and v are 16-bit."""
     config = config or launch_config_for(gate, QKV(q, k, v))
-    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch_utils.int32_positions(pos), config)
+    y, leaving = _Gla.apply(q, k, v, g, initial_state, gate, scale, launch_utils.int32_positions(pos), keep_states, config)
     return y, leaving
 
 
@@ -222,10 +224,10 @@ class LinearAttentionLaunch(Launch):
 
     def launch_chunk_dqk(
         self, x: Side, y: Side, sums: Tensor | None, scores: Tensor, states: Tensor, cotangents: Tensor | None, *,
-        read: torch.dtype | None, write: torch.dtype | None, into: Side = NOTHING,
+        read: torch.dtype | None, write: torch.dtype | None, into: Side = NOTHING, decays: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """Derivatives to what is read with and what is written along x, as `launch_chunk_o`; and of the latter to the log-decays,
-        in float32. What is not rounded when it is read is computed as precisely."""
+        """Derivatives to what is read with and what is written along x, as `launch_chunk_o`; and with the latter, if `decays`, to
+        the log-decays, in float32. What is not rounded when it is read is computed as precisely."""
         (X, Y), heads, shape = self.sizes, self.heads, (self.batch, self.length)
         r, w = self.gradient(into.r, self.query_heads, X, read), self.gradient(into.w, heads, X, write)
         size, warps = (
@@ -235,19 +237,19 @@ class LinearAttentionLaunch(Launch):
         # of tiles of 32 by 64 or 16 by 64 ptxas 12.8 makes a kernel whose gates' gradients are wrong (`assembler`)
         BY, g = self.block(Y, self.config.y_gated if BX > 32 else 32), None
         blocks = -(-X // BX)
-        if write is not None and self.g is not None:
+        if decays and write is not None and self.g is not None:
             g = self.new(*shape, heads, X) if self.per_channel else self.new(blocks, *shape, heads)
         self.kernels.gla_chunk_dqk_kernel[(blocks, self.chunks, self.batch * heads)](
             self.or_v(x.r), self.or_v(y.r), self.or_v(x.w), self.or_v(y.w), self.or_v(sums), self.or_v(self.pos), scores, states,
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
             *launch_utils.strides(x.r, y.r, x.w, y.w, r, w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
-            PRECISE=self.low["DOT_DTYPE"] is not None and self.per_channel and read == torch.float32,
+            DECAYS=g is not None, PRECISE=self.low["DOT_DTYPE"] is not None and self.per_channel and read == torch.float32,
             BX=BX, BY=BY, num_warps=warps, **self.levels, **self.common, **self.low,
         )  # fmt: skip
         return r, w, g if g is None or self.per_channel else g.sum(0)
 
-    def forward(self, first: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The output, [B, T, Q, d_value] in dtype, the final state, and the scores for `backward` if they are saved."""
+    def forward(self, first: Tensor | None, dtype: torch.dtype, *, keep_states: bool = False) -> tuple[Tensor, Tensor, Kept]:
+        """The output, [B, T, Q, d_value] in dtype, the final state, and what `backward` does not compute again."""
         (wx, wy), q = self.writes, self.given.q
         prepared = self.launch_prepare(None if self.swapped else q, wx)
         assert prepared.written is not None
@@ -263,24 +265,28 @@ class LinearAttentionLaunch(Launch):
             scores = self.launch_scores(q, wx, prepared.sums, gated=True, shared=self.shares_scores)
             read, _ = self.launch_chunk_o(prepared, Side(None, wy), scores, states, None, read=dtype, write=None)
         assert read is not None
-        return read, self.state(last), scores if self.keeps_scores else None
+        return read, self.state(last), Kept(scores if self.keeps_scores else None, states if keep_states else None)
 
     def backward(
-        self, first: Tensor | None, scores: Tensor | None, dy: Tensor, dlast: Tensor | None, *, wide: str = "",
-        into: Gradients | None = None, projected: Side | None = None,
+        self, first: Tensor | None, kept: Kept, dy: Tensor, dlast: Tensor | None, *, wide: str = "",
+        into: Gradients | None = None, projected: Side | None = None, decays: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Gradients of q, k, v, g and the entering state.
 
-        scores: from `forward`. dlast: gradient of the final state; None: zeros. wide: which of the gradients of q, k and v are not
+        kept: by `forward`. dlast: gradient of the final state; None: zeros. wide: which of the gradients of q, k and v are not
         rounded to the inputs' dtypes. into: memory for them, except of what all heads share. projected: the projections of which
-        the tensors along y are silu; the gradients returned for them are then those of the projections.
+        the tensors along y are silu; the gradients returned for them are then those of the projections. decays: whether g has a
+        gradient; heads that share q and k compute it always.
         """
         (wx, wy), (q, k, v) = self.writes, self.given
         rx, ry = (dy, q) if self.swapped else (q, dy)
         prepared = self.launch_prepare(rx, wx)
         assert prepared.written is not None
         assert prepared.read is not None
-        states, _ = self.launch_chunk_h(prepared.written, wy, prepared, None if first is None else self.state(first).contiguous())
+        scores, states = kept
+        if states is None:
+            arriving = None if first is None else self.state(first).contiguous()
+            states, _ = self.launch_chunk_h(prepared.written, wy, prepared, arriving)
         last = None if dlast is None else self.state(dlast).contiguous()
         cotangents, dfirst = self.launch_chunk_h(prepared.read, ry, prepared, last, backwards=True)
         x, y = Side(rx, wx), Side(ry, wy)
@@ -298,7 +304,9 @@ class LinearAttentionLaunch(Launch):
         else:
             over_y = self.launch_scores(ry, wy, None, gated=False) if over_y is None else over_y
             gated = {"read": None, "write": of_v} if self.swapped else {"read": of_q, "write": of_k}
-            x_r, x_w, dg = self.launch_chunk_dqk(x, y, prepared.sums, over_y, states, cotangents, into=into_x, **gated)
+            x_r, x_w, dg = self.launch_chunk_dqk(
+                x, y, prepared.sums, over_y, states, cotangents, into=into_x, decays=decays, **gated
+            )
         dq, dk, dv = (y_r, y_w, x_w) if self.swapped else (x_r, x_w, y_w)
         return dq, dk, dv, dg, None if first is None else self.state(dfirst)
 
@@ -307,11 +315,12 @@ class _Gla(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None, gate: Gate, scale: float,
-        pos: Tensor | None, config: LaunchConfig,
+        pos: Tensor | None, keep_states: bool, config: LaunchConfig,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         given = QKV.of(q, k, v)
-        y, last, scores = LinearAttentionLaunch(gate, scale, pos, g, given, config, low=given.low).forward(initial_state, q.dtype)
-        ctx.save_for_backward(q, k, v, g, initial_state, scores, pos)
+        run = LinearAttentionLaunch(gate, scale, pos, g, given, config, low=given.low)
+        y, last, kept = run.forward(initial_state, q.dtype, keep_states=keep_states)
+        ctx.save_for_backward(q, k, v, g, initial_state, pos, *kept)
         ctx.gate, ctx.scale, ctx.config = gate, scale, config
         ctx.set_materialize_grads(False)
         return y, last
@@ -319,7 +328,7 @@ class _Gla(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dlast: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, g, initial_state, scores, pos = ctx.saved_tensors
+        q, k, v, g, initial_state, pos, *kept = ctx.saved_tensors
         if dy is None:
             dy = q.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
         given = QKV.of(q, k, v)
@@ -327,8 +336,10 @@ class _Gla(torch.autograd.Function):
         # a head that all share has a gradient of each
         of_heads = (q.shape[2], k.shape[2]) == (run.query_heads, run.heads)
         into = Gradients(*empty_like_heads((q, k, v))) if of_heads else None
-        dq, dk, dv, dg, dfirst = run.backward(initial_state, scores, launch_utils.contiguous_last_dim(dy), dlast, into=into)
+        dq, dk, dv, dg, dfirst = run.backward(
+            initial_state, Kept(*kept), launch_utils.contiguous_last_dim(dy), dlast, into=into, decays=ctx.needs_input_grad[3]
+        )
         # a head that all share was given to each, or to several at a time
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))
-        grads = (dq, dk, dv, None if g is None else dg.to(g.dtype), dfirst)
-        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:5], grads, strict=True)), *(None,) * 4)
+        grads = (dq, dk, dv, None if g is None or dg is None else dg.to(g.dtype), dfirst)
+        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:5], grads, strict=True)), *(None,) * 5)

@@ -19,7 +19,7 @@ _gates = LazyModule("baton.kernels.gate.triton_kernels")
 _ENTRIES = 4096  # of a block of tokens
 _BLOCKS = 32  # of tokens, at most, of a program of the backward pass
 _PROGRAMS = 512  # of the backward pass, at least, where there are so many blocks
-_NUMBERS_AHEAD = 8192  # of each tensor, that a program of the backward pass may load ahead, into shared memory
+_BLOCKS_AHEAD, _BYTES_AHEAD = 2, 16384  # of each tensor, that a program backwards may load ahead, into shared memory
 
 
 def use_triton(x: Tensor, z: Tensor, weight: Tensor) -> bool:
@@ -45,10 +45,10 @@ def launch_sizes(width: int) -> Mapping[str, int]:
 
 
 @cache
-def backward_launch_sizes(width: int) -> Mapping[str, int]:
-    """Constants of a backward launch for rows of this width."""
+def backward_launch_sizes(width: int, itemsize: int = 2) -> Mapping[str, int]:
+    """Constants of a backward launch for rows of this width. itemsize: most bytes of an element that is loaded."""
     sizes = launch_sizes(width)
-    return MappingProxyType({**sizes, "AHEAD": min(1, _NUMBERS_AHEAD // (sizes["BR"] * sizes["BD"]))})
+    return MappingProxyType({**sizes, "AHEAD": min(_BLOCKS_AHEAD, _BYTES_AHEAD // (sizes["BR"] * sizes["BD"] * itemsize))})
 
 
 def blocks_of_program(tokens: int, rows: int, block: int, most: int) -> int:
@@ -85,7 +85,7 @@ class _GatedNorm(torch.autograd.Function):
         x, z, weight, u, factors, scale, mean = ctx.saved_tensors
         heads, width = x.shape[-2:]
         x_rows, z_rows, u_rows, dy_rows = (launch_utils.as_rows(of, heads * width) for of in (x, z, x if u is None else u, dy))
-        tokens, sizes = len(x_rows), backward_launch_sizes(width)
+        tokens, sizes = len(x_rows), backward_launch_sizes(width, max(of.element_size() for of in (x, z, dy)))
         blocks = blocks_of_program(tokens, heads, sizes["BR"], ctx.most_blocks)
         programs = -(-tokens // (sizes["BR"] * blocks))
         dx, dz = (torch.empty(of.shape, dtype=of.dtype, device=x.device) for of in (x, z))

@@ -31,6 +31,7 @@ def gated_slot_attention(
     slot_activation: SlotActivation = "softmax",
     gate_logit_normalizer: float | None = None,
     recompute_activations: bool = False,
+    keep_states: bool = False,
     pos: Tensor | None = None,
     initial_state: State | None = None,
 ) -> tuple[Tensor, State]:
@@ -57,6 +58,8 @@ def gated_slot_attention(
             used as given.
         recompute_activations: recompute the activations of q, k and v in the backward pass instead of saving them. The CPU
             implementation always does.
+        keep_states: on a GPU, keep the slots between chunks of tokens for the backward pass, which otherwise computes them again.
+            The CPU implementation always keeps them.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the slots that arrive, {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}, float32 (float64
@@ -92,7 +95,9 @@ def gated_slot_attention(
             expect_dtype(_KERNEL, f"initial_state {name}", leaf, (dtype,))
     if pos is not None:
         expect_positions(_KERNEL, pos, batch, length, device)
-    implementation = partial(gsa_triton, recompute_activations=recompute_activations) if use_triton(q, dtype) else gsa_chunked
+    implementation = gsa_chunked
+    if use_triton(q, dtype):
+        implementation = partial(gsa_triton, recompute_activations=recompute_activations, keep_states=keep_states)
     return implementation(
         q,
         k,

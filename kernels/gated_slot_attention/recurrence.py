@@ -31,6 +31,7 @@ class GatedSlotAttention(LinearRecurrence):
     scale: float = 1.0
     gate_logit_normalizer: float | None = None
     recompute_activations: bool = False
+    keep_states: bool = False
     group: int = 1
     input_names = ("q", "k", "v", "g")
     num_time_inputs = 4
@@ -54,8 +55,9 @@ class GatedSlotAttention(LinearRecurrence):
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         return gated_slot_attention(
-            *inputs, **self._options, recompute_activations=self.recompute_activations, pos=pos, initial_state=state
-        )
+            *inputs, **self._options, recompute_activations=self.recompute_activations, keep_states=self.keep_states, pos=pos,
+            initial_state=state,
+        )  # fmt: skip
 
     def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
         if not use_triton(inputs[0], state_dtype(*inputs)):

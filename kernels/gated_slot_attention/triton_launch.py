@@ -4,9 +4,9 @@ The passes share the gate alpha; a slot's write strength is 1 - alpha. The slot 
 score's magnitude, so intermediate results between the passes are not rounded: write strengths, scores and the gradients of slot
 weights are float32, and products with write strengths within a chunk use them with twice bfloat16's precision.
 
-The slots' scores and the scores within chunks are saved for the backward pass; write strengths, slot weights and the states between
-chunks are recomputed. For projected inputs (gate_logit_normalizer), the kernels that write the gradients include the derivatives of
-the activations and write into adjacent views like the inputs'.
+The slots' scores and the scores within chunks are saved for the backward pass; write strengths, slot weights and, unless they are
+to be kept, the states between chunks are recomputed. For projected inputs (gate_logit_normalizer), the kernels that write the
+gradients include the derivatives of the activations and write into adjacent views like the inputs'.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from baton.kernels.common import launch_utils
 from baton.kernels.common.adjacent_views import empty_like_heads
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.gate.triton_launch import activate_columns
-from baton.kernels.gated_linear_attention.launch_args import QKV, Gradients, LaunchConfig, Side
+from baton.kernels.gated_linear_attention.launch_args import QKV, Gradients, Kept, LaunchConfig, Side
 from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch, gla_final_state_triton, launch_config_for
 from baton.kernels.gated_slot_attention.reference import SlotActivation
 from baton.kernels.protocol import State
@@ -42,6 +42,7 @@ def gsa_triton(
     slot_activation: SlotActivation,
     gate_logit_normalizer: float | None = None,
     recompute_activations: bool = False,
+    keep_states: bool = False,
     pos: Tensor | None,
     initial_state: State | None,
     config: LaunchConfig | None = None,
@@ -49,8 +50,8 @@ def gsa_triton(
     """As `op.gated_slot_attention`, which checks the arguments. Products are of bfloat16 where q, k and v have 16 bits. config: of
     both passes."""
     first = {"k": None, "v": None} if initial_state is None else initial_state
-    options = scale, slot_activation, gate_logit_normalizer, recompute_activations, launch_utils.int32_positions(pos), config
-    y, keys, values = _Gsa.apply(q, k, v, g, first["k"], first["v"], *options)
+    options = scale, slot_activation, gate_logit_normalizer, recompute_activations, keep_states
+    y, keys, values = _Gsa.apply(q, k, v, g, first["k"], first["v"], *options, launch_utils.int32_positions(pos), config)
     return y, {"k": keys, "v": values}
 
 
@@ -78,7 +79,7 @@ class _Gsa(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, first_k: Tensor | None, first_v: Tensor | None,
         scale: float, slot_activation: SlotActivation, gate_logit_normalizer: float | None, recompute_activations: bool,
-        pos: Tensor | None, config: LaunchConfig | None,
+        keep_states: bool, pos: Tensor | None, config: LaunchConfig | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         given = (q, k, v, g)
         made: tuple[Tensor | None, ...] = (None,) * 4
@@ -86,10 +87,12 @@ class _Gsa(torch.autograd.Function):
             (q, k, v), (g,) = _activated(q, k, v), _activated(g, gate_logit_normalizer=gate_logit_normalizer)
             made = (None, None, None, g) if recompute_activations else (q, k, v, g)
         write, low = write_strength(g), QKV(q, k, v).low
-        scores, keys, among_k = _keys(q, k, write, g, scale, pos, config, low).forward(first_k, torch.float32)
+        of_keys = _keys(q, k, write, g, scale, pos, config, low)
+        scores, keys, kept_k = of_keys.forward(first_k, torch.float32, keep_states=keep_states)
         weights = slot_weights(scores, slot_activation, q.dtype)
-        y, values, among_v = _values(weights, write, v, g, pos, config, low).forward(first_v, q.dtype)
-        ctx.save_for_backward(*given, *made, first_k, first_v, scores, among_k, among_v, pos)
+        of_values = _values(weights, write, v, g, pos, config, low)
+        y, values, kept_v = of_values.forward(first_v, q.dtype, keep_states=keep_states)
+        ctx.save_for_backward(*given, *made, first_k, first_v, scores, pos, *kept_k, *kept_v)
         ctx.scale, ctx.slot_activation, ctx.gate_logit_normalizer, ctx.config = (
             scale,
             slot_activation,
@@ -102,8 +105,8 @@ class _Gsa(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dkeys: Tensor | None, dvalues: Tensor | None) -> tuple[Any, ...]:
-        kept = ctx.saved_tensors
-        given, made, (first_k, first_v, scores, among_k, among_v, pos) = kept[:4], kept[4:8], kept[8:]
+        saved = ctx.saved_tensors
+        given, made, (first_k, first_v, scores, pos), kept_k, kept_v = saved[:4], saved[4:8], saved[8:12], saved[12:14], saved[14:]
         q, k, v, g = given
         keys, values, into = dict[str, Any](), dict[str, Any](), None
         if ctx.gate_logit_normalizer is not None:
@@ -118,14 +121,14 @@ class _Gsa(torch.autograd.Function):
         of_values = _values(slot_weights(scores, ctx.slot_activation, q.dtype), write, v, g, pos, ctx.config, low)
         # of weights and strengths only differences reach what they are made of
         dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(
-            first_v, among_v, launch_utils.contiguous_last_dim(dy), dvalues, wide="q", **values
+            first_v, Kept(*kept_v), launch_utils.contiguous_last_dim(dy), dvalues, wide="q", **values
         )
         dscores = slot_weights_backward(scores, dweights, ctx.slot_activation)
         of_keys = _keys(q, k, write, g, ctx.scale, pos, ctx.config, low)
-        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, among_k, dscores, dkeys, **keys)
+        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, Kept(*kept_k), dscores, dkeys, **keys)
         dgates = _gates_backward(g, dg_k, dg_v, dwrite_k, dwrite_v, given[3], into, ctx.gate_logit_normalizer)
         grads = (dq, dk, dv, dgates, dfirst_k, dfirst_v)
-        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 6)
+        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 7)
 
 
 def _activated(*projected: Tensor, gate_logit_normalizer: float | None = None) -> list[Tensor]:

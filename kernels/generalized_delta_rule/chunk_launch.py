@@ -97,7 +97,7 @@ class PairedDeltaRuleLaunch(ChannelDeltaRuleLaunch):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Of r, k, v, a, b, g and the entering state."""
         do, launch = launch_utils.contiguous_last_dim(do), self.gla
-        u, states, dmissed, cotangents, dfirst = self.walk_back(first, inverse, do, dlast)
+        u, states, dmissed, cotangents, dfirst = self.walk_back(first, inverse, None, do, dlast)
         dr, dk, dv, da, db, dg = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in self.given)
         (X, Y), g, pos = launch.sizes, self.given[5], self.pos
         # of 64 channels what a program holds does not fit in registers, and more warps would do the same products twice; of 32 by
@@ -117,7 +117,7 @@ class _GeneralizedDeltaRuleChunks(torch.autograd.Function):
         ctx: Any, r: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor, initial: Tensor | None, scale: float,
         pos: Tensor | None, config: LaunchConfig | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, final, inverse = PairedDeltaRuleLaunch(r, k, v, a, b, g, scale, pos, config).forward(initial, r.dtype)
+        o, final, inverse, _ = PairedDeltaRuleLaunch(r, k, v, a, b, g, scale, pos, config).forward(initial, r.dtype)
         ctx.save_for_backward(r, k, v, a, b, g, initial, inverse, pos)
         ctx.scale, ctx.config = scale, config
         return o[:, 1::2].contiguous(), final

@@ -23,8 +23,10 @@ GIB = 1 << 30
 
 BY_SPEED = (
     ("none", True),
+    ("states", True),
     ("selective", True),
     ("none", False),
+    ("states", False),
     ("selective", False),
     ("full", True),
     ("full", False),

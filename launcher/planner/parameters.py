@@ -41,6 +41,7 @@ class StageParameters:
             rerun=self.layout.uses_transitions(self.training.gradient_segments),
             sequence_parallel=self.layout.sequence_parallel and self.tensor > 1,
             selective=self.training.recompute == "selective",
+            keeps_states=self.training.recompute == "none",
             context=self.layout.context,
         )
         self.blocks: dict[tuple[str, bool], MixerCosts] = {}  # by name, and whether it has its sub-block's norm

@@ -49,7 +49,7 @@ class GLA(Mixer, settings=GLAConfig):
             v.unflatten(2, (-1, d_value)),
             g.unflatten(2, (-1, d_key)),
         )
-        recurrence = GatedLinearAttention("key", scale=d_key**-0.5)
+        recurrence = GatedLinearAttention("key", scale=d_key**-0.5, keep_states=self.context.keep_states)
         o_BTHV, final_state = self.run_recurrence(
             recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
         )

@@ -66,6 +66,7 @@ class GSA(Mixer, settings=GSAConfig):
             self.config.slot_activation,
             gate_logit_normalizer=normalizer,
             recompute_activations=selective and self.config.fused,
+            keep_states=self.context.keep_states,
         )
         slots = None if state is None else {"k": state["k"], "v": state["v"]}
         o_BTHV, slots = self.run_recurrence(recurrence, inputs, pos_BT, slots, forward_context)

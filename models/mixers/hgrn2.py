@@ -42,7 +42,8 @@ class HGRN2(Mixer, settings=HGRN2Config):
         factor = torch.sigmoid(-self.bound) if self.config.bounds == "learned" else 1 - self.config.lower_bound
         q, k, g = forget_gate(q, f, factor=factor)
         inputs = (*(x.unflatten(2, (-1, d_key)) for x in (q, k)), v.unflatten(2, (-1, d_value)), g.unflatten(2, (-1, d_key)))
-        recurrence = GatedLinearAttention("key", scale=d_key**-0.5 if self.config.scale_queries else 1.0)
+        scale = d_key**-0.5 if self.config.scale_queries else 1.0
+        recurrence = GatedLinearAttention("key", scale=scale, keep_states=self.context.keep_states)
         o_BTHV, final_state = self.run_recurrence(
             recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
         )

@@ -45,7 +45,8 @@ class LinearAttention(Mixer, settings=PlainLinearAttentionConfig):
         if self.config.summed:
             v_BTHV = F.pad(v_BTHV, (0, 1), value=1.0)
         initial = None if state is None else {"S": state["S"]}
-        o_BTHV, final_state = self.run_recurrence(GatedLinearAttention("none"), (q, k, v_BTHV), pos_BT, initial, forward_context)
+        recurrence = GatedLinearAttention("none", keep_states=self.context.keep_states)
+        o_BTHV, final_state = self.run_recurrence(recurrence, (q, k, v_BTHV), pos_BT, initial, forward_context)
         if self.config.summed:
             o_BTHV = o_BTHV.to(torch.promote_types(dtype, torch.float32))
             y_BTHV = o_BTHV[..., :-1] / (o_BTHV[..., -1:] + _EPS)

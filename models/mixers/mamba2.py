@@ -63,7 +63,7 @@ class Mamba2(Mixer, settings=Mamba2Config):
         dt_BTH = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
         x_BTHP = x.unflatten(2, (-1, self.config.head_dim))
         inputs = (C_BTGN, B_BTGN, head_scale(x_BTHP, dt_BTH), -torch.exp(self.A_log) * dt_BTH)
-        recurrence = GatedLinearAttention("scalar")
+        recurrence = GatedLinearAttention("scalar", keep_states=self.context.keep_states)
         y_BTHP, final_state = self.run_recurrence(
             recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
         )

@@ -52,7 +52,7 @@ class RetNet(Mixer, settings=RetNetConfig):
             v.unflatten(2, (-1, d_value)),
             self.log_decay(x_BTM).expand(*x_BTM.shape[:2], -1),
         )
-        recurrence = GatedLinearAttention("scalar", scale=d_key**-0.5)
+        recurrence = GatedLinearAttention("scalar", scale=d_key**-0.5, keep_states=self.context.keep_states)
         o_BTHV, final_state = self.run_recurrence(
             recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context
         )

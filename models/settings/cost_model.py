@@ -48,6 +48,7 @@ class Workload:
     rerun: whether linear recurrences run again in the backward pass, as where context-parallel ranks exchange transitions.
     sequence_parallel: whether the residual stream is split by tokens over the tensor ranks.
     selective: whether cheap activations are recomputed (training.recompute=selective).
+    keeps_states: whether a GPU keeps states between chunks that it recomputes otherwise (training.recompute=none).
     context: number of context ranks that share a sequence.
     """
 
@@ -60,6 +61,7 @@ class Workload:
     rerun: bool = False
     sequence_parallel: bool = False
     selective: bool = False
+    keeps_states: bool = False
     context: int = 1
 
     @property
@@ -91,6 +93,7 @@ class SavedTensor:
         GPU or the recurrence runs again in the backward pass, and both of these save only the input ("input"). "kernel": saved
         only by the fused kernel.
     recomputed: not saved with selective recomputation, except in a segment.
+    with_states: saved only where a GPU keeps states between chunks.
     dealt: saved only with context parallelism, where other ranks attend with a part of this one's queries.
     """
 
@@ -106,6 +109,7 @@ class SavedTensor:
     sequence_parallel: bool = False
     in_recurrence: Literal["graph", "input", "kernel"] | None = None
     recomputed: bool = False
+    with_states: bool = False
     dealt: bool = False
 
     def nbytes(self, work: Workload) -> int:
@@ -116,7 +120,7 @@ class SavedTensor:
         }
         if self.in_recurrence is not None and not forms[self.in_recurrence]:
             return 0
-        if self.dealt and work.context == 1:
+        if (self.dealt and work.context == 1) or (self.with_states and not work.keeps_states):
             return 0
         if (self.recomputed and work.selective and not work.segment) or (self.sequence_parallel and not work.sequence_parallel):
             return 0
@@ -140,7 +144,8 @@ class RecurrenceCosts:
     """A recurrence of a sub-block: its State, and how often it saves the State.
 
     chunk: tokens between the States that are saved for the backward pass; 0: no State is saved; None: only the initial State.
-    recomputed_on_gpu: the GPU kernels save only the initial State and recompute the others.
+    recomputed_on_gpu: the GPU kernels save only the initial State and recompute the others; kept: unless these are to be kept, in
+        the compute dtype, of float32 for half as many tokens.
     between_chunks: tensors of the State that are saved between chunks; None: all.
     copied: the first saved State is a copy of the initial State.
     gpu_chunk: the GPU kernels' chunk, if it differs.
@@ -156,6 +161,7 @@ class RecurrenceCosts:
     state: tuple[StateDeclaration, ...]
     chunk: int | None = None
     recomputed_on_gpu: bool = False
+    kept: bool = False
     between_chunks: tuple[StateDeclaration, ...] | None = None
     copied: bool = False
     gpu_chunk: int | None = None
@@ -182,6 +188,9 @@ class RecurrenceCosts:
         if work.rerun and self.transition:
             # the chunks' States are recomputed when the recurrence runs again
             return arrived + sum(state_bytes(s, work) for s in self.factors)
+        if self.chunk and self.kept and work.gpu and work.keeps_states:
+            chunks = -(-work.length * work.compute_bytes // (2 * self.chunk))
+            return arrived + chunks * state * work.compute_bytes // 4
         if not self.chunk or (self.recomputed_on_gpu and work.gpu):
             return arrived or (0 if self.chunk == 0 else state)
         chunks = -(-work.length // self.tokens_per_chunk(work))
@@ -387,11 +396,12 @@ def saved_scores(heads: int, *widths: int) -> tuple[SavedTensor, ...]:
     return (scores,) if few else ()
 
 
-def linear_attention_costs(S: StateDeclaration, *, per_key: bool) -> RecurrenceCosts:
-    """Costs of linear attention with the state S [heads, d_key, d_value]. per_key: the decay is per key channel, else per head."""
+def linear_attention_costs(S: StateDeclaration, *, per_key: bool, kept: bool = True) -> RecurrenceCosts:
+    """Costs of linear attention with the state S [heads, d_key, d_value]. per_key: the decay is per key channel, else per head.
+    kept: as in RecurrenceCosts."""
     factor = S.shape[0], S.shape[1] if per_key else 1, 1
     return RecurrenceCosts(
-        "gated_linear_attention", (S,), chunk=LINEAR_ATTENTION_CHUNK, recomputed_on_gpu=True, transition=(factor,)
+        "gated_linear_attention", (S,), chunk=LINEAR_ATTENTION_CHUNK, recomputed_on_gpu=True, kept=kept, transition=(factor,)
     )
 
 

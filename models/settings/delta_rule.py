@@ -126,6 +126,8 @@ class DeltaRuleConfig(MixerConfig):
             SavedTensor("beta", 2 * heads, "float32"),
             # stored as two bfloat16 numbers where products are computed in bfloat16
             SavedTensor("chunks' triangular inverses", heads * chunk, "float32", in_recurrence="kernel"),
+            SavedTensor("what tokens write", values, "compute", in_recurrence="kernel", with_states=True),
+            SavedTensor("scores in chunks", heads * chunk, "compute", in_recurrence="kernel", with_states=True),
             *saved_by_norm("norm", values, rows=heads),
             SavedTensor("out_proj input", values, "compute"),
         ]
@@ -143,6 +145,7 @@ class DeltaRuleConfig(MixerConfig):
                     (S,),
                     chunk=chunk,
                     recomputed_on_gpu=True,
+                    kept=True,
                     transition=((heads, self.d_key, self.d_key),),
                 ),
             ),

@@ -22,7 +22,8 @@ from baton.training.monitoring.metrics import read_metrics
 CONFIGS = Path(str(files("baton.configs")))
 RUN = CONFIGS / "runs" / "papers" / "mamba-1.4b-pile.yaml"
 GIB = 1 << 30
-PAIRS = [("none", True), ("selective", True), ("none", False), ("selective", False), ("full", True), ("full", False)]
+KEEPING = ("none", "states", "selective")
+PAIRS = [*((form, graphs) for graphs in (True, False) for form in KEEPING), ("full", True), ("full", False)]
 """Fastest first."""
 
 
@@ -60,7 +61,7 @@ def test_the_fastest_pair_that_fits_is_chosen_at_any_size_of_memory(words):
 
 
 def test_all_pairs_that_may_be_set_are_ordered():
-    assert set(PAIRS) == set(product(("none", "selective", "full"), (True, False)))
+    assert set(PAIRS) == set(product((*KEEPING, "full"), (True, False)))
     for pair in PAIRS:
         load(RUN, words_of(*pair))
 
@@ -180,9 +181,9 @@ MILLION = CONFIGS / "runs" / "mamba-1.4b-million.yaml"
 
 @pytest.mark.parametrize(("segment", "order"), [
     # long segments read the keys seldom: copies take less than another forward pass
-    (131072, [("none", False), ("none", True), ("full", False), ("full", True)]),
+    (131072, [("none", False), ("states", False), ("none", True), ("states", True), ("full", False), ("full", True)]),
     # short ones with as many keys as queries: another forward pass takes less
-    (4096, [("none", False), ("full", False), ("none", True), ("full", True)]),
+    (4096, [("none", False), ("states", False), ("full", False), ("none", True), ("states", True), ("full", True)]),
 ])  # fmt: skip
 def test_keys_are_offloaded_where_nothing_faster_fits(segment, order):
     words = [*HYBRID, f"training.bptt.segment={segment}"]
@@ -235,7 +236,7 @@ def test_a_plan_says_what_offloading_takes():
 
 KEPT = [*HYBRID, "training.bptt.segment=131072", "layout.data=2"]
 """Two ranks of 31.5 GiB of keys and values of earlier segments each, beside 8 GiB of copies of saves."""
-FORMS = [("none", False), ("none", True), ("full", False), ("full", True)]
+FORMS = [("none", False), ("states", False), ("none", True), ("states", True), ("full", False), ("full", True)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -266,6 +266,9 @@ calls = {
 }
 op, settings, given, options = calls["gsa"]
 calls["gsa selectively"] = op, settings, given, {**options, "recompute_activations": True}
+for kind in ("gla", "retnet", "hgrn2", "mamba2", "gsa", "delta_net", "kda"):
+    op, settings, given, options = calls[kind]
+    calls[f"{kind} with states"] = op, settings, given, {**options, "keep_states": True}
 for kind, (op, settings, given, options) in calls.items():
     own = {t.untyped_storage()._cdata for t in given if t is not None}
     kept = {}
@@ -278,8 +281,10 @@ for kind, (op, settings, given, options) in calls.items():
     with compiling(Target(90)), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         found = op(*given, **options, **rest)
     costs = kinds()[kind.split()[0]](**settings).costs(WIDTH)
-    work = Workload(B, T, selective="recompute_activations" in options)
+    work = Workload(B, T, selective="recompute_activations" in options, keeps_states="keep_states" in options)
     counted = sum(k.nbytes(work) for k in costs.saved if k.in_recurrence == "kernel")
+    if work.keeps_states:
+        counted += sum(r.saved_bytes(work) for r in costs.recurrences if r.chunk)
     print(kind, sum(kept.values()), counted, sep=",")
 
 whole = {"retnet": {}, "gated_delta_net": {"d_key": 128, "d_value": 256}, "kda": {"heads": 8}, "mamba2": {},
@@ -323,7 +328,9 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
     assert all(kept == pytest.approx(counted, rel=2e-3) for kept, counted in mixers.values()), mixers
     assert all(kept == counted for kept, counted in found.values()), found
     keepers = {"gla", "retnet", "hgrn2", "mamba2 groups", "gsa", "gsa selectively", "delta_net", "mlstm", "kda"}
-    assert {kind for kind, (kept, _) in found.items() if kept} == keepers
+    with_states = {kind for kind in found if kind.endswith(" with states")}
+    assert {kind for kind, (kept, _) in found.items() if kept} == keepers | with_states
+    assert all(found[kind] > found[kind.removesuffix(" with states")] for kind in with_states)
     assert found["gsa selectively"] < found["gsa"]
 
 

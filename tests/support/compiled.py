@@ -223,7 +223,8 @@ def _matrix_kernels(arch):
         for write in (False, True):
             size, warps = (config.x_gated, config.warps_gated) if write else (config.x_read, config.warps_read)
             sizes = {"BX": min(X, size), "BY": min(Y, config.y_gated if size > 32 else 32), "Y": Y}
-            gated = {**headed, **low, **levels, **stages, **sizes, "READ": True, "WRITE": write, "PRECISE": name == "gsa"}
+            gated = {**headed, **low, **levels, **stages, **sizes, "PRECISE": name == "gsa"}
+            gated |= {"READ": True, "WRITE": write, "DECAYS": write}
             yield f"{name} chunk_dqk{' backward' * write}", triton_kernels.gla_chunk_dqk_kernel, gated, warps, of_slots
         if name == "mamba2":
             headed = {name: n for name, n in headed.items() if name != "G"}
@@ -293,7 +294,7 @@ def _matrix_kernels(arch):
     yield of_channels("pairs", channel.channel_pairs_kernel, config.warps, BY=config.y_chunk)
     yield of_channels("strengths of 0", channel.channel_dbeta_zero_kernel, 4, BX=16, BY=small, num_stages=1)
     sizes = {"BX": config.x_gated, "BY": config.y_gated if config.x_gated > 32 else 32, "G": 2, "num_stages": 1}
-    gate = {"GATE": CHANNEL.value, "READ": True, "WRITE": True, "PRECISE": False}
+    gate = {"GATE": CHANNEL.value, "READ": True, "WRITE": True, "DECAYS": True, "PRECISE": False}
     name, *kernel, _ = of_channels("gradients", triton_kernels.gla_chunk_dqk_kernel, config.warps_gated, **sizes, **gate)
     yield name, *kernel, {**types, "out_w": "fp32"}
     # RWKV-7's, where tokens take turns and what they read with is float32

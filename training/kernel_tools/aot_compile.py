@@ -57,8 +57,9 @@ def compile_run_kernels(
             mesh = replace(mesh, link=ContextLink(0, [0], META, exchange="early" if early else "ring"))
         try:
             recorded: set[Recurrence] = set()
-            # auto is chosen when the run starts
-            for recompute in get_args(Recompute) if training.recompute == "auto" else (training.recompute,):
+            # auto is chosen when the run starts; a pass that recomputes states launches all that one does which keeps them
+            forms = [form for form in get_args(Recompute) if form != "none"]
+            for recompute in forms if training.recompute == "auto" else (training.recompute,):
                 form = training.model_copy(update={"recompute": recompute})
                 rank_model = build_model(layers, form, META, mesh)
                 for at in {(at.micro_batch_size, at.sequence_length): at for _, at in form.phases}.values():
