@@ -32,8 +32,9 @@ BY_SPEED = (
     ("full", False),
 )
 """Pairs of recompute and cuda_graphs, fastest first. Measured (train_step, mamba-1.4b, 8 x 2048 tokens): selective recomputation
-costs 3 to 5 % of a step, full recomputation a forward pass; graphs save the time in which the GPU waits for the host, 0 to half of
-a step, which is why a graph of selective recomputation comes before no graph of none."""
+costs 3 to 5 % of a step, full recomputation a forward pass; that of states is one launch of a recurrence's several. Graphs save the
+time in which the GPU waits for the host, 0 to half of a step, which is why a graph of selective recomputation comes before no graph
+of none."""
 
 ASSUMED_MATMUL_TFLOPS, ASSUMED_HOST_GB_S = 600, 50
 """Rates of an H100 in a step, and of its PCIe 5 x16 link, with which full recomputation and copies of keys and values from the host

@@ -11,6 +11,7 @@ the ranks of a stage differ (the two ends of a sequence), they are those of the 
 """
 
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 
 from baton.launcher.config import RunConfig
@@ -67,6 +68,12 @@ class Arithmetic(StageParameters):
             return self.around_layers + sum(n * self.layer_bytes(layer) for layer, n in self.alike.items())
         # what arrived from the rank before is kept with the graph
         return self.around_layers + len(self.layers) * self.hidden_bytes + self.entering + self._decided
+
+    @cached_property
+    def _kept_states(self) -> int:
+        """Bytes of what a GPU keeps, in all layers, that it would compute again otherwise."""
+        computed_again = replace(self.work, keeps_states=False)
+        return sum(n * (b.saved_bytes(self.work) - b.saved_bytes(computed_again)) for b, n in self.block_counts)
 
     @cached_property
     def entering(self) -> int:
@@ -250,13 +257,14 @@ class Arithmetic(StageParameters):
         A matmul runs once forwards and twice backwards; a recurrence's chunks run again in backward as well; attention's scores are
         computed twice there.
         Memory: what forward keeps is written, read by what follows and read again in backward, and its gradient is written and
-        read; of parameters the compute copy is read three times and a gradient made and added.
+        read, but for states between chunks, which are part of a recurrence's work; of parameters the compute copy is read three
+        times and a gradient made and added.
         """
         work, again = self.work, int(self.training.recompute == "full")
         tokens = work.tokens * self.passes
         matmuls = 2 * ((3 + again) * self._matmuls(head=False) + 3 * self._matmuls(head=True))
         found = self._recurrences
-        kept = self.activations(full_recompute=False) * (5 + 2 * again)
+        kept = (self.activations(full_recompute=False) - self._kept_states) * (5 + 2 * again)
         weights = self._multiplied * (3 * work.compute_bytes + (12 if work.compute_bytes == 2 else 8))
         summed = 20 if self._bucket else 4  # gradients: read for their norm; before, copied to a bucket and back
         update = (
@@ -275,12 +283,13 @@ class Arithmetic(StageParameters):
     def surveying(self) -> Operations:
         """Of one rank per optimizer step: the layers of the surveyed segments, once forwards, without head and loss."""
         tokens, found = self.work.tokens * self.surveys, self._recurrences
+        kept = self.activations(full_recompute=False) - self._kept_states
         return Operations(
             matrix=tokens * (2 * self._matmuls(head=False) + found.matrix),
             attention=tokens * found.attention,
             vector=tokens * found.vector,
             # as in a forward pass, what a layer makes is written and read
-            memory=self.surveys * (2 * self.activations(full_recompute=False) + self._multiplied * self.work.compute_bytes),
+            memory=self.surveys * (2 * kept + self._multiplied * self.work.compute_bytes),
         )
 
     def _matmuls(self, *, head: bool) -> int:

@@ -9,9 +9,10 @@ from pydantic import Field
 from baton.models.initializers import Constant
 from baton.models.rope import Rates, scaled_rope
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import WINDOW_BLOCK, MixerCosts, RecurrenceCosts, SavedTensor, saved_by_norm
+from baton.models.settings.cost_model import WINDOW_BLOCK, MixerCosts, RecurrenceCosts, SavedTensor
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, head_norm, output, split
 from baton.models.settings.rope_scaling import RopeScaling, YarnScaling
+from baton.models.settings.saved_tensors import saved_by_norm
 
 
 class HeadsConfig(MixerConfig):

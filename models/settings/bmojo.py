@@ -10,9 +10,10 @@ from baton.models.initializers import linear
 from baton.models.settings import MixerConfig
 from baton.models.settings.all_reduces import AllReduce
 from baton.models.settings.attention import HeadsConfig
-from baton.models.settings.cost_model import EIDETIC_BLOCK, MixerCosts, RecurrenceCosts, SavedTensor, saved_by_unit
+from baton.models.settings.cost_model import EIDETIC_BLOCK, MixerCosts, RecurrenceCosts, SavedTensor
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split
 from baton.models.settings.mamba import MambaConfig
+from baton.models.settings.saved_tensors import saved_by_unit
 
 
 class BMojoConfig(HeadsConfig):

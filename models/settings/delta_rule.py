@@ -7,14 +7,7 @@ from pydantic import Field, model_validator
 
 from baton.models.initializers import linear
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import (
-    DELTA_RULE_CHUNK,
-    MixerCosts,
-    RecurrenceCosts,
-    SavedTensor,
-    saved_by_norm,
-    saved_by_unit,
-)
+from baton.models.settings.cost_model import DELTA_RULE_CHUNK, MixerCosts, RecurrenceCosts, SavedTensor
 from baton.models.settings.declarations import (
     Dtype,
     ParameterDeclaration,
@@ -24,6 +17,7 @@ from baton.models.settings.declarations import (
     output,
     split,
 )
+from baton.models.settings.saved_tensors import saved_by_norm, saved_by_unit
 
 
 class DeltaRuleConfig(MixerConfig):

@@ -7,9 +7,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from baton.models.initializers import InverseSoftplusLogUniform, LogUniform
-from baton.models.settings.cost_model import MixerCosts, SavedTensor, saved_before_gate, saved_by_gate
+from baton.models.settings.cost_model import MixerCosts, SavedTensor
 from baton.models.settings.declarations import ParameterDeclaration, split
 from baton.models.settings.delta_rule import DecayingDeltaRuleConfig
+from baton.models.settings.saved_tensors import saved_before_gate, saved_by_gate
 
 
 class GatedDeltaNetConfig(DecayingDeltaRuleConfig):

@@ -5,15 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from baton.models.initializers import Constant, Projection
-from baton.models.settings.cost_model import (
-    MixerCosts,
-    SavedTensor,
-    linear_attention_costs,
-    linear_attention_flops,
-    saved_by_log_sigmoid,
-    saved_by_norm,
-    saved_scores,
-)
+from baton.models.settings.cost_model import MixerCosts, SavedTensor, linear_attention_costs, linear_attention_flops
 from baton.models.settings.declarations import (
     ParameterDeclaration,
     column,
@@ -24,6 +16,7 @@ from baton.models.settings.declarations import (
     split,
 )
 from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, saved_by_output_gate, whole
+from baton.models.settings.saved_tensors import saved_by_log_sigmoid, saved_by_norm, saved_scores
 
 
 class GLAConfig(LinearAttentionConfig):

@@ -13,12 +13,10 @@ from baton.models.settings.cost_model import (
     SavedTensor,
     linear_attention_costs,
     linear_attention_flops,
-    saved_by_log_sigmoid,
-    saved_by_split_norm,
-    saved_scores,
 )
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split, split_norm
 from baton.models.settings.linear_attention import FeatureMap
+from baton.models.settings.saved_tensors import saved_by_log_sigmoid, saved_by_split_norm, saved_scores
 
 
 class GSAConfig(HeadsConfig):

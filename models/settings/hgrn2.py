@@ -6,17 +6,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from baton.models.initializers import Constant
-from baton.models.settings.cost_model import (
-    MixerCosts,
-    SavedTensor,
-    linear_attention_costs,
-    linear_attention_flops,
-    saved_by_log_sigmoid,
-    saved_by_split_norm,
-    saved_scores,
-)
+from baton.models.settings.cost_model import MixerCosts, SavedTensor, linear_attention_costs, linear_attention_flops
 from baton.models.settings.declarations import ParameterDeclaration, column, output, split, split_norm
 from baton.models.settings.linear_attention import HeadSizes, LinearAttentionConfig, whole
+from baton.models.settings.saved_tensors import saved_by_log_sigmoid, saved_by_split_norm, saved_scores
 
 
 class HGRN2Config(LinearAttentionConfig):

@@ -7,9 +7,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from baton.models.initializers import Constant, InverseSoftplusLogUniform, LogUniform, Projection
-from baton.models.settings.cost_model import MixerCosts, SavedTensor, saved_before_gate
+from baton.models.settings.cost_model import MixerCosts, SavedTensor
 from baton.models.settings.declarations import ParameterDeclaration, low_rank_column, replicated, split
 from baton.models.settings.delta_rule import DecayingDeltaRuleConfig
+from baton.models.settings.saved_tensors import saved_before_gate
 
 
 class KDAConfig(DecayingDeltaRuleConfig):

@@ -13,10 +13,6 @@ from baton.models.settings.cost_model import (
     MixerCosts,
     RecurrenceCosts,
     SavedTensor,
-    saved_before_gate,
-    saved_by_gate,
-    saved_by_split_norm,
-    saved_by_unit,
 )
 from baton.models.settings.declarations import (
     ParameterDeclaration,
@@ -27,6 +23,7 @@ from baton.models.settings.declarations import (
     split_norm,
 )
 from baton.models.settings.eager import Eager
+from baton.models.settings.saved_tensors import saved_before_gate, saved_by_gate, saved_by_split_norm, saved_by_unit
 
 
 class LatticeConfig(MixerConfig):

@@ -6,17 +6,9 @@ from typing import Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import (
-    MixerCosts,
-    SavedTensor,
-    linear_attention_costs,
-    linear_attention_flops,
-    saved_before_gate,
-    saved_by_gate,
-    saved_by_norm,
-    saved_scores,
-)
+from baton.models.settings.cost_model import MixerCosts, SavedTensor, linear_attention_costs, linear_attention_flops
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, head_norm, output
+from baton.models.settings.saved_tensors import saved_before_gate, saved_by_gate, saved_by_norm, saved_scores
 
 FeatureMap = Literal["identity", "silu", "relu", "elu"]
 """See baton.models.feature_map."""

@@ -13,9 +13,6 @@ from baton.models.settings.cost_model import (
     SavedTensor,
     linear_attention_costs,
     linear_attention_flops,
-    saved_by_gate,
-    saved_by_split_norm,
-    saved_scores,
 )
 from baton.models.settings.declarations import (
     ParameterDeclaration,
@@ -27,6 +24,7 @@ from baton.models.settings.declarations import (
     split_norm,
 )
 from baton.models.settings.linear_attention import whole
+from baton.models.settings.saved_tensors import saved_by_gate, saved_by_split_norm, saved_scores
 
 
 class Mamba2Config(MixerConfig):

@@ -14,10 +14,6 @@ from baton.models.settings.cost_model import (
     RecurrenceCosts,
     SavedTensor,
     linear_attention_flops,
-    saved_by_gate,
-    saved_by_norm,
-    saved_by_split_norm,
-    saved_scores,
 )
 from baton.models.settings.declarations import (
     ParameterDeclaration,
@@ -30,6 +26,7 @@ from baton.models.settings.declarations import (
     split_norm,
 )
 from baton.models.settings.linear_attention import whole
+from baton.models.settings.saved_tensors import saved_by_gate, saved_by_norm, saved_by_split_norm, saved_scores
 
 
 class Mamba3Config(MixerConfig):

@@ -5,15 +5,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from baton.models.initializers import Constant, Ramp
-from baton.models.settings.cost_model import (
-    MixerCosts,
-    SavedTensor,
-    linear_attention_costs,
-    linear_attention_flops,
-    saved_scores,
-)
+from baton.models.settings.cost_model import MixerCosts, SavedTensor, linear_attention_costs, linear_attention_flops
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split
 from baton.models.settings.linear_attention import HeadSizes, LinearAttentionConfig, whole
+from baton.models.settings.saved_tensors import saved_scores
 
 RELEASED_HEAD = 512
 """Width of a head's values in xLSTM 7B and in the smaller models of its authors' training code."""

@@ -4,16 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from baton.models.settings.cost_model import (
-    MixerCosts,
-    SavedTensor,
-    linear_attention_costs,
-    linear_attention_flops,
-    saved_by_norm,
-    saved_scores,
-)
+from baton.models.settings.cost_model import MixerCosts, SavedTensor, linear_attention_costs, linear_attention_flops
 from baton.models.settings.declarations import ParameterDeclaration, column, head_norm, output
 from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, saved_by_output_gate, whole
+from baton.models.settings.saved_tensors import saved_by_norm, saved_scores
 
 
 class RetNetConfig(LinearAttentionConfig):

@@ -6,9 +6,10 @@ from pydantic import Field, model_validator
 
 from baton.models.initializers import Constant, LogitOfRoot, linear
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import EXP_FLOPS, MixerCosts, RecurrenceCosts, SavedTensor, saved_by_gate
+from baton.models.settings.cost_model import EXP_FLOPS, MixerCosts, RecurrenceCosts, SavedTensor
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split
 from baton.models.settings.linear_attention import whole
+from baton.models.settings.saved_tensors import saved_by_gate
 
 
 class RGLRUConfig(MixerConfig):

@@ -12,7 +12,6 @@ from baton.models.settings.cost_model import (
     SavedTensor,
     linear_attention_costs,
     linear_attention_flops,
-    saved_scores,
 )
 from baton.models.settings.declarations import (
     ParameterDeclaration,
@@ -25,6 +24,7 @@ from baton.models.settings.declarations import (
     split,
     whole,
 )
+from baton.models.settings.saved_tensors import saved_scores
 
 
 class RWKV6Config(MixerConfig):

@@ -8,9 +8,10 @@ from pydantic import Field, model_validator
 
 from baton.models.initializers import Between, Constant, Normal, S4DFrequencies, linear
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import MixerCosts, RecurrenceCosts, SavedTensor, saved_by_gate
+from baton.models.settings.cost_model import MixerCosts, RecurrenceCosts, SavedTensor
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split
 from baton.models.settings.eager import Eager
+from baton.models.settings.saved_tensors import saved_by_gate
 from baton.models.settings.ssm_block import BLOCK, Block, projections, saved_by_block
 
 CHUNK = 16

@@ -8,7 +8,7 @@ from pydantic import Field
 from baton.models.initializers import Constant, Initializer, linear
 from baton.models.settings import MixerConfig
 from baton.models.settings.all_reduces import AllReduce
-from baton.models.settings.cost_model import MixerCosts, RecurrenceCosts, SavedTensor, saved_by_gate
+from baton.models.settings.cost_model import MixerCosts, RecurrenceCosts, SavedTensor
 from baton.models.settings.declarations import (
     ParameterDeclaration,
     StateDeclaration,
@@ -18,6 +18,7 @@ from baton.models.settings.declarations import (
     row,
     split,
 )
+from baton.models.settings.saved_tensors import saved_by_gate
 
 Block = Literal["mamba", "no_gate", "h3"]
 BLOCK: Any = Field(

@@ -8,16 +8,10 @@ from pydantic import Field
 from baton.models.initializers import Constant, Normal, Reciprocals, linear
 from baton.models.rope import Rates, rope_rates
 from baton.models.settings import MixerConfig
-from baton.models.settings.cost_model import (
-    MixerCosts,
-    RecurrenceCosts,
-    SavedTensor,
-    saved_before_gate,
-    saved_by_gate,
-    saved_by_split_norm,
-)
+from baton.models.settings.cost_model import MixerCosts, RecurrenceCosts, SavedTensor
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split, split_norm
 from baton.models.settings.eager import Eager
+from baton.models.settings.saved_tensors import saved_before_gate, saved_by_gate, saved_by_split_norm
 
 HIDDEN = 4
 """Hidden width of the MLP in widths of a head, as in the paper."""

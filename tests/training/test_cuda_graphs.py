@@ -2,6 +2,7 @@
 
 import weakref
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -474,8 +475,13 @@ def test_graphs_are_plain_passes_to_the_bit(mixer, on_gpu):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("mixer", ["mamba", "longhorn", "bmojo", "falcon", "hybrid"])
+@pytest.mark.parametrize(
+    ("recompute", "mixer"),
+    [
+        *(("states", mixer) for mixer in ("decays", "gates", "deltas")),
+        *product(("selective", "full"), ("mamba", "longhorn", "bmojo", "falcon", "hybrid")),
+    ],
+)
 def test_what_is_recomputed_is_recorded_too(mixer, recompute, on_gpu):
     assert differences(on_gpu, [mixer], CudaGraphRecorder, recompute=recompute) == {mixer: []}
 
