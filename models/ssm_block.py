@@ -15,13 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from baton.kernels.common.selective_recompute import recompute_in_backward
 from baton.kernels.gate import gated
 from baton.kernels.protocol import Inputs, LinearRecurrence, State
 from baton.kernels.short_conv.recurrence import ShortConv
 from baton.models import cached_constants
 from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
-from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings.ssm_block import Block, SSMBlockConfig
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from baton.parallel.tensor_group import copy_to_tensor_group

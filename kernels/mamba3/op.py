@@ -12,6 +12,7 @@ _KERNEL = "mamba3"
 def mamba3(
     x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, lam: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, D: Tensor,
     *, pos: Tensor | None = None, initial_state: State | None = None,
+    recompute_activations: bool = False,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """Mamba-3's recurrence over a piece of a sequence. Per head, with k = B + B_bias and q = C + C_bias:
 
@@ -39,6 +40,8 @@ def mamba3(
             starts inside this piece.
         initial_state: {h [batch, heads, d_state, head_dim], and of the token before k [batch, heads, d_state] and x [batch, heads,
             head_dim]}, float32 (float64 for float64 inputs). None: zero.
+        recompute_activations: on a GPU, compute turned queries and keys, and what is written, again in the backward pass instead of
+            keeping them.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on
     a GPU with turned q and k rounded to B's dtype.
@@ -53,4 +56,7 @@ def mamba3(
     """
     inputs = {"x": x, "B": B, "C": C, "dt": dt, "g": g, "lam": lam, "theta": theta, "B_bias": B_bias, "C_bias": C_bias, "D": D}
     expect_arguments(_KERNEL, inputs, pos, initial_state)
-    return mamba3_torch(x, B, C, dt, g, lam, theta, B_bias, C_bias, D, pos=pos, initial_state=initial_state)
+    return mamba3_torch(
+        x, B, C, dt, g, lam, theta, B_bias, C_bias, D, pos=pos, initial_state=initial_state,
+        recompute_activations=recompute_activations,
+    )  # fmt: skip

@@ -20,8 +20,9 @@ from baton.kernels.protocol import Inputs, LinearRecurrence, State, StateSpec, S
 @dataclass(frozen=True)
 class Mamba3(LinearRecurrence):
     """Inputs x, B, C, dt, g, lam, theta along time, then B_bias, C_bias, D; State {h [batch, heads, d_state, head_dim], k [batch,
-    heads, d_state], x [batch, heads, head_dim]}. See `op.mamba3`."""
+    heads, d_state], x [batch, heads, head_dim]}. See `op.mamba3`, also for recompute_activations."""
 
+    recompute_activations: bool = False
     name = "mamba3"
     input_names: ClassVar[tuple[str, ...]] = ("x", "B", "C", "dt", "g", "lam", "theta", "B_bias", "C_bias", "D")
     num_time_inputs = 7
@@ -34,7 +35,7 @@ class Mamba3(LinearRecurrence):
         return tuple(StateSpec(name, shape, dtype, tp=0, grad=True) for name, shape in shapes.items())
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        return mamba3(*inputs, pos=pos, initial_state=state)
+        return mamba3(*inputs, pos=pos, initial_state=state, recompute_activations=self.recompute_activations)
 
     def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
         if not use_triton(inputs[0], state_dtype(*inputs)):

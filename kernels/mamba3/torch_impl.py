@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from baton.kernels.common.chunked_autograd import state_dtype
+from baton.kernels.common.selective_recompute import of_one_call, recompute_in_backward
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.gated_linear_attention.triton_launch import use_triton
 from baton.kernels.head_scale import head_scale
@@ -24,7 +25,7 @@ from baton.kernels.protocol import State
 
 def mamba3_torch(
     x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, lam: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, D: Tensor,
-    *, pos: Tensor | None, initial_state: State | None,
+    *, pos: Tensor | None, initial_state: State | None, recompute_activations: bool = False,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.mamba3`, which checks the arguments."""
     dtype = state_dtype(x, B, C, dt, g, lam, theta, B_bias, C_bias, D)
@@ -38,11 +39,17 @@ def mamba3_torch(
     if pos is not None:
         starts_BT1 = (pos == 0).unsqueeze(-1)
         decay_BTH, before_BTH = decay_BTH.masked_fill(starts_BT1, 0.0), before_BTH.masked_fill(starts_BT1, 0.0)
-    v_BTHP = head_scale(x, after_BTH + pad(before_BTH[:, 1:], (0, 0, 0, 1)))
+    scale_BTH = after_BTH + pad(before_BTH[:, 1:], (0, 0, 0, 1))
+    v_BTHP = head_scale(x, scale_BTH)
     S_BHNP = None
     if initial_state is not None:
         S_BHNP = initial_state["h"] + before_BTH[:, 0, :, None, None] * written(initial_state["k"], initial_state["x"])
-    read_BTHP, last_BHNP = gated_linear_attention(next_BTHN, k_BTHN, v_BTHP, g, gate="scalar", pos=pos, initial_state=S_BHNP)
+    with recompute_in_backward(recompute_activations and on_gpu) as discard:
+        turned_again = of_one_call(lambda: rotated_triton(B, C, dt, theta, B_bias, C_bias, pos)[:3:2], 2)
+        for made, again in zip((next_BTHN, k_BTHN), turned_again, strict=True):
+            discard(made, again)
+        discard(v_BTHP, lambda: head_scale(x, scale_BTH))
+        read_BTHP, last_BHNP = gated_linear_attention(next_BTHN, k_BTHN, v_BTHP, g, gate="scalar", pos=pos, initial_state=S_BHNP)
     # no matrix product, which autocast would round
     first_BHP = None if S_BHNP is None else (first_BHN[..., None] * S_BHNP).sum(2)
     skip_BTH = after_BTH * own_BTH + D.to(dtype)

@@ -12,6 +12,7 @@ _KERNEL = "mamba3_mimo"
 def mamba3_mimo(
     x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, lam: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, D: Tensor,
     mimo_x: Tensor, *, pos: Tensor | None = None, initial_state: State | None = None,
+    recompute_activations: bool = False,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """Mamba-3's recurrence with `rank` inputs and outputs per head over a piece of a sequence. Per head, with k_j = B_j + B_bias_j,
     q_j = C_j + C_bias_j and v_j = x * mimo_x_j:
@@ -41,6 +42,8 @@ def mamba3_mimo(
             starts inside this piece.
         initial_state: {h [batch, heads, d_state, head_dim], and of the token before k [batch, heads, rank, d_state] and, as x, v
             [batch, heads, rank, head_dim]}, float32 (float64 for float64 inputs). None: zero.
+        recompute_activations: on a GPU, compute turned queries and keys, and what is written, again in the backward pass instead of
+            keeping them.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32, on
     a GPU with turned q and k rounded to B's dtype, and v to x's.
@@ -55,4 +58,7 @@ def mamba3_mimo(
     """
     inputs = {"x": x, "B": B, "C": C, "dt": dt, "g": g, "lam": lam, "theta": theta, "B_bias": B_bias, "C_bias": C_bias, "D": D}
     expect_arguments(_KERNEL, inputs | {"mimo_x": mimo_x}, pos, initial_state, rank=("rank",))
-    return mamba3_mimo_torch(x, B, C, dt, g, lam, theta, B_bias, C_bias, D, mimo_x, pos=pos, initial_state=initial_state)
+    return mamba3_mimo_torch(
+        x, B, C, dt, g, lam, theta, B_bias, C_bias, D, mimo_x, pos=pos, initial_state=initial_state,
+        recompute_activations=recompute_activations,
+    )  # fmt: skip

@@ -28,7 +28,7 @@ class Mamba3MIMO(Mamba3):
         return tuple(StateSpec(name, shape, dtype, tp=0, grad=True) for name, shape in shapes.items())
 
     def run(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
-        return mamba3_mimo(*inputs, pos=pos, initial_state=state)
+        return mamba3_mimo(*inputs, pos=pos, initial_state=state, recompute_activations=self.recompute_activations)
 
     def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
         return LinearRecurrence.step(self, inputs, pos, state)  # the kernel has heads with one input

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from baton.kernels.common.chunked_autograd import state_dtype
+from baton.kernels.common.selective_recompute import of_one_call, recompute_in_backward
 from baton.kernels.gated_linear_attention.op import gated_linear_attention
 from baton.kernels.head_scale import head_scale
 from baton.kernels.mamba3.rotation import rotated_of_several, turned
@@ -27,7 +28,7 @@ from baton.kernels.protocol import State
 
 def mamba3_mimo_torch(
     x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, lam: Tensor, theta: Tensor, B_bias: Tensor, C_bias: Tensor, D: Tensor,
-    mimo_x: Tensor, *, pos: Tensor | None, initial_state: State | None,
+    mimo_x: Tensor, *, pos: Tensor | None, initial_state: State | None, recompute_activations: bool = False,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """As `op.mamba3_mimo`, which checks the arguments."""
     inputs, length = mimo_x.shape[1], x.shape[1]
@@ -55,7 +56,12 @@ def mamba3_mimo_torch(
         S_BHNP = initial_state["h"] + before_BTH[:, 0, :, None, None] * written(initial_state["k"], initial_state["x"])
     g_BTJH = pad(g[:, :, None], (0, 0, 0, inputs - 1))
     q, k, v, decays = (x.flatten(1, 2) for x in (next_BTJHN, k_BTJHN, v_BTJHP, g_BTJH))
-    read, last_BHNP = gated_linear_attention(q, k, v, decays, gate="scalar", pos=tokens, initial_state=S_BHNP)
+    with recompute_in_backward(recompute_activations and on_gpu) as discard:
+        turned_again = of_one_call(lambda: tuple(x.flatten(1, 2) for x in rotated_of_several_triton(B, C, *angles)[:3:2]), 2)
+        for made, again in zip((q, k), turned_again, strict=True):
+            discard(made, again)
+        discard(v, lambda: inputs_triton(x, scale_BTH, mimo_x).flatten(1, 2))
+        read, last_BHNP = gated_linear_attention(q, k, v, decays, gate="scalar", pos=tokens, initial_state=S_BHNP)
     read_BTJHP, first_BJHP = read.unflatten(1, (length, inputs)), None
     if S_BHNP is not None:
         # no matrix product, which autocast would round

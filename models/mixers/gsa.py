@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton.kernels.common.selective_recompute import recompute_in_backward
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gate import log_sigmoid
 from baton.kernels.gated_linear_attention.recurrence import GatedLinearAttention
@@ -27,7 +28,6 @@ from baton.models.feature_map import FEATURE_MAPS
 from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
 from baton.models.norm import SplitRMSNorm
-from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings.gsa import GSAConfig
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 

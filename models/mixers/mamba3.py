@@ -62,6 +62,8 @@ class Mamba3(Mixer, settings=Mamba3Config):
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
         config, precise = self.config, self.dt_bias.dtype
+        # with a link the initial State may come from another rank, and the recurrence runs again anyway
+        selective = self.context.selective_recompute and forward_context.link is None
         z_BTD, x_BTD, dt_BTH, A_BTH, lam_BTH, *own_bc = self.in_proj(x_BTM, self.in_proj.local_splits)
         bc = own_bc[0] if own_bc else self.bc_proj.for_own_heads(self.bc_proj(x_BTM))
         B_BTGJN, C_BTGJN = bc.unflatten(2, (-1, 2, *config.ranks, config.d_state)).unbind(3)
@@ -82,13 +84,15 @@ class Mamba3(Mixer, settings=Mamba3Config):
             self.D,
         )
         if config.ranks:
-            y_BTJHP, final_state = self.run_recurrence(Mamba3MIMO(), (*inputs, self.mimo_x), pos_BT, state, forward_context)
+            of_several = Mamba3MIMO(recompute_activations=selective)
+            y_BTJHP, final_state = self.run_recurrence(of_several, (*inputs, self.mimo_x), pos_BT, state, forward_context)
             if config.output_norm:
                 y_BTJHP = self.norm(y_BTJHP.flatten(3), precise).view(y_BTJHP.shape)
             z_BTHP = z_BTD.unflatten(2, (-1, config.head_dim))
             y_BTHP = gated_sum(y_BTJHP, z_BTHP, self.mimo_z, self.mimo_o, z_BTD.dtype)
             return self.out_proj(y_BTHP.flatten(2)), final_state
-        y_BTHP, final_state = self.run_recurrence(Mamba3Recurrence(), inputs, pos_BT, state, forward_context)
+        recurrence = Mamba3Recurrence(recompute_activations=selective)
+        y_BTHP, final_state = self.run_recurrence(recurrence, inputs, pos_BT, state, forward_context)
         y_BTD = y_BTHP.flatten(2)
         if config.output_norm:
             return self.out_proj(self.norm.gated(y_BTD, z_BTD)), final_state

@@ -7,12 +7,12 @@ Shapes: B batch, T time, M d_model.
 
 from torch import Tensor
 
+from baton.kernels.common.selective_recompute import recompute_in_backward
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gate import gated
 from baton.kernels.protocol import State
 from baton.models.forward_context import LOCAL, ForwardContext
 from baton.models.mixer import Mixer
-from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings.swiglu import SwiGLUConfig
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 

@@ -159,7 +159,8 @@ class Mamba3Config(MixerConfig):
             )
         own = (
             (
-                SavedTensor("inputs of heads", rank * inner, "compute"),
+                SavedTensor("inputs of heads", rank * inner, "compute", device=by_operators),
+                *((SavedTensor("inputs of heads", rank * inner, "compute", device="gpu", recomputed=True),) * by_kernels),
                 SavedTensor("decays of inputs", rank * heads, "float32"),
                 # of a token with itself, with and without its step size, and of the next token; kernels: rank^2 and those of i < j
                 SavedTensor("products of q and k", 3 * rank**2 * heads, "float32", device=by_operators),
@@ -178,11 +179,12 @@ class Mamba3Config(MixerConfig):
                 # inputs and results of activations, and their products
                 SavedTensor("step sizes, decays and shares", (13 if rank == 1 else 10) * heads, "float32"),
                 SavedTensor("rates", heads, "float32", cast=True),
-                SavedTensor("turned B and C", 2 * states, "compute", device="gpu"),
+                SavedTensor("turned B and C", 2 * states, "compute", device="gpu", recomputed=by_kernels),
                 # one of 64 tokens has its angles in float64
                 *((SavedTensor("angles of chunks", heads * self.pairs // 32, "float32", device="gpu"),) * by_kernels),
                 SavedTensor("turned B and C", 2 * states, "float32", device="cpu"),
-                SavedTensor("x times step sizes", inner, "compute", device=by_operators if rank > 1 else None),
+                SavedTensor("x times step sizes", inner, "compute", device=by_operators if rank > 1 else "cpu"),
+                *((SavedTensor("x times step sizes", inner, "compute", device="gpu", recomputed=True),) * (rank == 1)),
                 *saved_scores(rank * heads, states, states, outputs),
                 SavedTensor("what tokens read of the state", outputs, "float32", device=by_operators),
                 *((SavedTensor("what tokens read of the state", outputs, "compute", device="gpu"),) * by_kernels),

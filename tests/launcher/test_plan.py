@@ -226,8 +226,11 @@ def test_a_gpu_keeps_less():
 
 
 BY_KERNELS = """
+from dataclasses import replace
+
 import torch
 from triton.runtime import JITFunction
+from baton.kernels.common import selective_recompute
 from baton.kernels.compile.aot import META, Target, compiling
 from baton.kernels.delta_rule.triton_launch import delta_rule_triton
 from baton.kernels.gated_linear_attention.triton_launch import gla_triton
@@ -293,7 +296,9 @@ whole = {"retnet": {}, "gated_delta_net": {"d_key": 128, "d_value": 256}, "kda":
          "gsa fixed gates": {"head_dim": 64, "gate": "data_independent"}, "mamba2 wide heads": {"head_dim": 512},
          "mamba3": {}, "mamba3 groups norm": {"n_groups": 2, "output_norm": True}, "mamba3 mimo": {"mimo_rank": 4},
          "mamba3 mimo groups norm": {"mimo_rank": 2, "n_groups": 2, "output_norm": True},
+         "mamba3 selectively": {}, "mamba3 mimo selectively": {"mimo_rank": 4},
          "mamba3 mimo without kernels": {"mimo_rank": MAMBA3_MOST_INPUTS + 1}}
+hooks = torch.autograd.graph.saved_tensors_hooks
 for kind, settings in whole.items():
     kept = {}
     with compiling(Target(90)):
@@ -309,9 +314,16 @@ for kind, settings in whole.items():
                 kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
             return t
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        selective = kind.endswith("selectively")
+        model.context = replace(model.context, selective_recompute=selective)
+        # what is kept while it decides what is recomputed is seen too
+        selective_recompute.saved_tensors_hooks = lambda pack, unpack: hooks(
+            lambda t: keep(found) if isinstance(found := pack(t), torch.Tensor) else found, unpack
+        )
+        with hooks(keep, lambda t: t):
             found = model(x(WIDTH) * 1, torch.zeros(B, T, dtype=torch.int32, device=META), None)
-    counted = sum(k.nbytes(Workload(B, T)) for k in kinds()[kind.split()[0]](**settings).costs(WIDTH).saved)
+    work = Workload(B, T, selective=selective)
+    counted = sum(k.nbytes(work) for k in kinds()[kind.split()[0]](**settings).costs(WIDTH).saved)
     print(f"whole {kind}", sum(kept.values()), counted, sep=",")
 """
 
@@ -324,7 +336,8 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
     found = {kind: (int(kept), int(counted)) for kind, kept, counted in (line.split(",") for line in done.stdout.splitlines())}
     # the positions, and constants, are not counted
     mixers = {kind: found.pop(kind) for kind in list(found) if kind.startswith("whole")}
-    assert len(mixers) == 17
+    assert len(mixers) == 19
+    assert all(mixers[f"{kind} selectively"] < mixers[kind] for kind in ("whole mamba3", "whole mamba3 mimo"))
     assert all(kept == pytest.approx(counted, rel=2e-3) for kept, counted in mixers.values()), mixers
     assert all(kept == counted for kept, counted in found.values()), found
     keepers = {"gla", "retnet", "hgrn2", "mamba2 groups", "gsa", "gsa selectively", "delta_net", "mlstm", "kda"}

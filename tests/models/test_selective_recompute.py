@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.models import SMALL_WIDTH, model_of, step_batch
 
-from baton.models import selective_recompute
+from baton.kernels.common import selective_recompute
+from baton.kernels.common.selective_recompute import recompute_in_backward
 from baton.models.lm import LanguageModel
-from baton.models.selective_recompute import recompute_in_backward
 from baton.models.settings import kinds
 from baton.parallel.param_layout import initialize_parameters
 

@@ -7,10 +7,12 @@ placeholder that recomputes it.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 Recompute = Callable[[], Tensor]
 
@@ -40,8 +42,21 @@ def recompute_in_backward(enabled: bool) -> Iterator[Callable[[Tensor, Recompute
         placeholder.readers += 1
         return placeholder
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+    with saved_tensors_hooks(pack, _unpack):
         yield discard
+
+
+def of_one_call(make: Callable[[], tuple[Tensor, ...]], count: int) -> tuple[Recompute, ...]:
+    """`count` functions, one for each tensor that `make` returns: the first that is called calls it, and keeps the others' tensors
+    until they are asked for."""
+    made: dict[int, Tensor] = {}
+
+    def one(n: int) -> Tensor:
+        if n not in made:
+            made.update(enumerate(make()))
+        return made.pop(n)
+
+    return tuple(partial(one, n) for n in range(count))
 
 
 class _Placeholder:
