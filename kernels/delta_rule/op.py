@@ -56,7 +56,8 @@ def delta_rule(
             starts inside this piece.
         initial_state: the state that arrives, [batch, heads, d_key, d_value], float32 (float64 for float64 inputs). None: zero.
         keep_states: on a GPU, keep what tokens write, the states between chunks of them and the scores within for the backward pass
-            instead of computing them again. The CPU implementation always keeps the states.
+            instead of computing them again; not of a long sequence of few heads, which is cut into pieces. The CPU implementation
+            always keeps the states.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
 

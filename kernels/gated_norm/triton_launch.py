@@ -85,7 +85,10 @@ class _GatedNorm(torch.autograd.Function):
         x, z, weight, u, factors, scale, mean = ctx.saved_tensors
         heads, width = x.shape[-2:]
         x_rows, z_rows, u_rows, dy_rows = (launch_utils.as_rows(of, heads * width) for of in (x, z, x if u is None else u, dy))
-        tokens, sizes = len(x_rows), backward_launch_sizes(width, max(of.element_size() for of in (x, z, dy)))
+        tokens, sizes = (
+            len(x_rows),
+            backward_launch_sizes(width, max(of.element_size() for of in (x, z, dy, x if u is None else u))),
+        )
         blocks = blocks_of_program(tokens, heads, sizes["BR"], ctx.most_blocks)
         programs = -(-tokens // (sizes["BR"] * blocks))
         dx, dz = (torch.empty(of.shape, dtype=of.dtype, device=x.device) for of in (x, z))

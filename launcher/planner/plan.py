@@ -86,7 +86,7 @@ class Plan:
 
     stages: the pipeline stages in order.
     fullest: index of the stage that needs the most memory.
-    activations: bytes of a pass on it, {False: as configured, True: with full recomputation}.
+    activations: bytes of a pass on it, {False: as configured, or with nothing recomputed, True: with full recomputation}.
     bubble: share of the passes' time in which a stage waits for others.
     duration: of the whole run; None: unknown.
     capacity: bytes that a rank can use; None: unknown. on_host: what the ranks of a node page-lock.
@@ -337,7 +337,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         config=config,
         stages=stages,
         fullest=fullest,
-        activations={full: counted[fullest].activations(full_recompute=full) for full in (False, True)},
+        activations=_activations(config, fullest),
         micro_batches=counted[0].micro_batches,
         bubble=bubble(counted),
         speed=estimate,
@@ -350,6 +350,16 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         on_host=HostMemory.of(counted, node),
         notes=tuple(_notes(config, counted[0], cluster)),
     )
+
+
+def _activations(config: RunConfig, stage: int) -> dict[bool, int]:
+    """Bytes of a stage's pass, by whether everything is recomputed: if not, as configured, or nothing where the run recomputes
+    all."""
+    training = config.training
+    if training.recompute == "full":
+        config = config.model_copy(update={"training": training.model_copy(update={"recompute": "none"})})
+    one = of_stages(config)[stage]
+    return {full: one.activations(full_recompute=full) for full in (False, True)}
 
 
 def _larger(

@@ -100,6 +100,8 @@ def _savings(config: RunConfig, segments: list[Savings]) -> list[Savings]:
     before what recomputes one sequence at a time."""
     training = config.training
     again: list[Savings] = [] if training.recompute == "full" else [{"recompute": "full"}]
+    if training.recompute == "none":
+        again.insert(0, {"recompute": "states"})
     smaller: list[Savings] = [
         {"micro_batch_size": n} for n in reversed(divisors(training.micro_batch_size)) if n < training.micro_batch_size
     ]

@@ -145,7 +145,7 @@ class RecurrenceCosts:
 
     chunk: tokens between the States that are saved for the backward pass; 0: no State is saved; None: only the initial State.
     recomputed_on_gpu: the GPU kernels save only the initial State and recompute the others; kept: unless these are to be kept, in
-        the compute dtype, of float32 for half as many tokens.
+        this dtype, of float32 twice as many as of half the size. None: they are never kept.
     between_chunks: tensors of the State that are saved between chunks; None: all.
     copied: the first saved State is a copy of the initial State.
     gpu_chunk: the GPU kernels' chunk, if it differs.
@@ -161,7 +161,7 @@ class RecurrenceCosts:
     state: tuple[StateDeclaration, ...]
     chunk: int | None = None
     recomputed_on_gpu: bool = False
-    kept: bool = False
+    kept: Dtype | None = None
     between_chunks: tuple[StateDeclaration, ...] | None = None
     copied: bool = False
     gpu_chunk: int | None = None
@@ -189,8 +189,9 @@ class RecurrenceCosts:
             # the chunks' States are recomputed when the recurrence runs again
             return arrived + sum(state_bytes(s, work) for s in self.factors)
         if self.chunk and self.kept and work.gpu and work.keeps_states:
-            chunks = -(-work.length * work.compute_bytes // (2 * self.chunk))
-            return arrived + chunks * state * work.compute_bytes // 4
+            itemsize = work.itemsize(self.kept)
+            chunks = -(-work.length * itemsize // (2 * self.chunk))
+            return arrived + chunks * state * itemsize // 4
         if not self.chunk or (self.recomputed_on_gpu and work.gpu):
             return arrived or (0 if self.chunk == 0 else state)
         chunks = -(-work.length // self.tokens_per_chunk(work))
@@ -334,9 +335,9 @@ class RecurrenceFlops(NamedTuple):
     vector: float = 0.0
 
 
-def linear_attention_costs(S: StateDeclaration, *, per_key: bool, kept: bool = True) -> RecurrenceCosts:
+def linear_attention_costs(S: StateDeclaration, *, per_key: bool, kept: Dtype | None = None) -> RecurrenceCosts:
     """Costs of linear attention with the state S [heads, d_key, d_value]. per_key: the decay is per key channel, else per head.
-    kept: as in RecurrenceCosts."""
+    kept: as in RecurrenceCosts; "compute" for `GatedLinearAttention(..., keep_states=context.keep_states)`."""
     factor = S.shape[0], S.shape[1] if per_key else 1, 1
     return RecurrenceCosts(
         "gated_linear_attention", (S,), chunk=LINEAR_ATTENTION_CHUNK, recomputed_on_gpu=True, kept=kept, transition=(factor,)

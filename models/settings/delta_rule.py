@@ -110,7 +110,9 @@ class DeltaRuleConfig(MixerConfig):
 
     def activation_costs(self, d_model: int) -> MixerCosts:
         heads, widths = self.value_head_count(d_model), self._widths(d_model)
-        keys, values, chunk = widths["k"], widths["v"], DELTA_RULE_CHUNK
+        keys, values, chunk, kept = widths["k"], widths["v"], DELTA_RULE_CHUNK, self.key_dtype
+        # where keys are float32 all products are, of half as many tokens
+        width = heads * chunk // (2 if kept == "float32" else 1)
         *convs, S = self.state(d_model)
         saved = [
             SavedTensor("in_proj input", d_model, "compute", split=False),
@@ -119,9 +121,10 @@ class DeltaRuleConfig(MixerConfig):
             # the sigmoid, and the factor that beta is multiplied with
             SavedTensor("beta", 2 * heads, "float32"),
             # stored as two bfloat16 numbers where products are computed in bfloat16
-            SavedTensor("chunks' triangular inverses", heads * chunk, "float32", in_recurrence="kernel"),
-            SavedTensor("what tokens write", values, "compute", in_recurrence="kernel", with_states=True),
-            SavedTensor("scores in chunks", heads * chunk, "compute", in_recurrence="kernel", with_states=True),
+            SavedTensor("chunks' triangular inverses", width, "float32", in_recurrence="kernel"),
+            # of a sequence that is cut into pieces they are not kept
+            SavedTensor("what tokens write", values, kept, in_recurrence="kernel", with_states=True),
+            SavedTensor("scores in chunks", width, kept, in_recurrence="kernel", with_states=True),
             *saved_by_norm("norm", values, rows=heads),
             SavedTensor("out_proj input", values, "compute"),
         ]
@@ -139,7 +142,7 @@ class DeltaRuleConfig(MixerConfig):
                     (S,),
                     chunk=chunk,
                     recomputed_on_gpu=True,
-                    kept=True,
+                    kept=kept,
                     transition=((heads, self.d_key, self.d_key),),
                 ),
             ),

@@ -75,7 +75,7 @@ class GLAConfig(LinearAttentionConfig):
                 *(saved_by_output_gate(values) if self.output_gate else ()),
                 SavedTensor("out_proj input", values, "compute"),
             ),
-            recurrences=(linear_attention_costs(*self.state(d_model), per_key=True),),
+            recurrences=(linear_attention_costs(*self.state(d_model), per_key=True, kept="compute"),),
             matrix_flops=linear_attention_flops(heads, d_key, d_value),
         )
 

@@ -117,13 +117,13 @@ class GSAConfig(HeadsConfig):
                 SavedTensor("out_proj input", width, "compute", device="cpu"),
             ),
             recurrences=(
-                *(linear_attention_costs(z, per_key=False, kept=False) for z in sums),
+                *(linear_attention_costs(z, per_key=False) for z in sums),
                 RecurrenceCosts(
                     "gated_slot_attention",
                     (k, v),
                     chunk=LINEAR_ATTENTION_CHUNK,
                     recomputed_on_gpu=True,
-                    kept=True,
+                    kept="compute",
                     transition=((kv_heads, 1, slots), (kv_heads, slots, 1)),
                 ),
             ),

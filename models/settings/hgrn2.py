@@ -80,7 +80,7 @@ class HGRN2Config(LinearAttentionConfig):
                 *saved_by_split_norm("norm", values),
                 SavedTensor("out_proj input", values, "compute"),
             ),
-            recurrences=(linear_attention_costs(*self.state(d_model), per_key=True),),
+            recurrences=(linear_attention_costs(*self.state(d_model), per_key=True, kept="compute"),),
             matrix_flops=linear_attention_flops(heads, d_key, d_value),
         )
 

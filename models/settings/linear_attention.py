@@ -125,7 +125,7 @@ class PlainLinearAttentionConfig(LinearAttentionConfig):
                 *after,
                 SavedTensor("out_proj input", values, "compute"),
             ),
-            recurrences=(linear_attention_costs(*self.state(d_model), per_key=False),),
+            recurrences=(linear_attention_costs(*self.state(d_model), per_key=False, kept="compute"),),
             matrix_flops=linear_attention_flops(heads, d_key, d_value + self.summed),
         )
 

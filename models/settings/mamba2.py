@@ -147,7 +147,7 @@ class Mamba2Config(MixerConfig):
             recurrences=(
                 RecurrenceCosts("short_conv", (conv_x,), chunk=0),
                 RecurrenceCosts("short_conv", (conv_bc,), chunk=0),
-                linear_attention_costs(S, per_key=False),
+                linear_attention_costs(S, per_key=False, kept="compute"),
             ),
             matrix_flops=linear_attention_flops(*S.shape),
         )

@@ -86,7 +86,7 @@ class MLSTMConfig(LinearAttentionConfig):
                 SavedTensor("sigmoid of the gate", values, "float32", device="cpu"),
                 SavedTensor("out_proj input", values, "compute"),
             ),
-            recurrences=(linear_attention_costs(*self.state(d_model), per_key=False, kept=False),),
+            recurrences=(linear_attention_costs(*self.state(d_model), per_key=False),),
             matrix_flops=linear_attention_flops(heads, d_key, d_value + 1),
         )
 

@@ -109,7 +109,7 @@ class RWKV6Config(MixerConfig):
                 SavedTensor("gate in float32, and activated", 2 * values, "float32", device="cpu"),
                 SavedTensor("out_proj input", values, "compute"),
             ),
-            recurrences=(RecurrenceCosts("short_conv", (shift,), chunk=0), linear_attention_costs(S, per_key=True, kept=False)),
+            recurrences=(RecurrenceCosts("short_conv", (shift,), chunk=0), linear_attention_costs(S, per_key=True)),
             matrix_flops=linear_attention_flops(heads, self.d_key, self.d_value),
         )
 

@@ -267,9 +267,13 @@ calls = {
     "mlstm": (mlstm, {}, [x(2, 256), x(2, 256), x(2, 512), gates(2), gates(2)], {"scale": 1.0}),
     "kda": (delta_rule_triton, {"heads": 8}, [*(x(8, 128) for _ in "qkv"), gates(8), gates(8, 128)], {"scale": 1.0}),
 }
+# keys of float32, as where beta may be 2
+precise = x(8, 128, dtype=torch.float32), x(8, 128, dtype=torch.float32), x(8, 128), gates(8), None
+of_delta_net = calls["delta_net"]
+calls["delta_net precise"] = of_delta_net[0], {**of_delta_net[1], "beta_max": 2.0}, [*precise], of_delta_net[3]
 op, settings, given, options = calls["gsa"]
 calls["gsa selectively"] = op, settings, given, {**options, "recompute_activations": True}
-for kind in ("gla", "retnet", "hgrn2", "mamba2", "gsa", "delta_net", "kda"):
+for kind in ("gla", "retnet", "hgrn2", "mamba2", "gsa", "delta_net", "delta_net precise", "kda"):
     op, settings, given, options = calls[kind]
     calls[f"{kind} with states"] = op, settings, given, {**options, "keep_states": True}
 for kind, (op, settings, given, options) in calls.items():
@@ -340,7 +344,18 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
     assert all(mixers[f"{kind} selectively"] < mixers[kind] for kind in ("whole mamba3", "whole mamba3 mimo"))
     assert all(kept == pytest.approx(counted, rel=2e-3) for kept, counted in mixers.values()), mixers
     assert all(kept == counted for kept, counted in found.values()), found
-    keepers = {"gla", "retnet", "hgrn2", "mamba2 groups", "gsa", "gsa selectively", "delta_net", "mlstm", "kda"}
+    keepers = {
+        "gla",
+        "retnet",
+        "hgrn2",
+        "mamba2 groups",
+        "gsa",
+        "gsa selectively",
+        "delta_net",
+        "delta_net precise",
+        "mlstm",
+        "kda",
+    }
     with_states = {kind for kind in found if kind.endswith(" with states")}
     assert {kind for kind, (kept, _) in found.items() if kept} == keepers | with_states
     assert all(found[kind] > found[kind.removesuffix(" with states")] for kind in with_states)
