@@ -320,6 +320,16 @@ def of_stages(config: RunConfig) -> tuple[Arithmetic, ...]:
     return tuple(Arithmetic(config, stage) for stage in stages)
 
 
+def by_recomputation(config: RunConfig, stage: int) -> dict[bool, int]:
+    """Bytes of the activations of a stage's pass, by whether everything is recomputed: if not, as configured, or nothing where the
+    run recomputes all."""
+    training = config.training
+    if training.recompute == "full":
+        config = config.model_copy(update={"training": training.model_copy(update={"recompute": "none"})})
+    one = of_stages(config)[stage]
+    return {full: one.activations(full_recompute=full) for full in (False, True)}
+
+
 def flops_per_token(config: RunConfig, training: TrainingConfig) -> float:
     """Model FLOPs per token of the whole model, see Arithmetic.useful_flops."""
     return sum(one.useful_flops() for one in of_stages(config.model_copy(update={"training": training})))

@@ -14,7 +14,7 @@ from baton.launcher.devices import Kind
 from baton.launcher.planner import automatic
 from baton.launcher.planner.comm_volume import exchanges
 from baton.launcher.planner.host_memory import HostMemory, Node
-from baton.launcher.planner.memory import Arithmetic, of_stages
+from baton.launcher.planner.memory import Arithmetic, by_recomputation, of_stages
 from baton.launcher.planner.parts import Memory
 from baton.launcher.planner.size_text import row, size
 from baton.launcher.planner.slow_paths import ASSUMED_TB_S, slow_paths
@@ -337,7 +337,7 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         config=config,
         stages=stages,
         fullest=fullest,
-        activations=_activations(config, fullest),
+        activations=by_recomputation(config, fullest),
         micro_batches=counted[0].micro_batches,
         bubble=bubble(counted),
         speed=estimate,
@@ -350,16 +350,6 @@ def make_plan(config: RunConfig, cluster: Cluster | None = None, memory_gib: flo
         on_host=HostMemory.of(counted, node),
         notes=tuple(_notes(config, counted[0], cluster)),
     )
-
-
-def _activations(config: RunConfig, stage: int) -> dict[bool, int]:
-    """Bytes of a stage's pass, by whether everything is recomputed: if not, as configured, or nothing where the run recomputes
-    all."""
-    training = config.training
-    if training.recompute == "full":
-        config = config.model_copy(update={"training": training.model_copy(update={"recompute": "none"})})
-    one = of_stages(config)[stage]
-    return {full: one.activations(full_recompute=full) for full in (False, True)}
 
 
 def _larger(

@@ -50,7 +50,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long) if case in ("value", "none") else case for case in CASES]
+)
 def test_kept_states_give_the_bits_of_recomputed_ones(case, monkeypatch):
     recurrence, op, options, (launches, name), walks = CASES[case]
     g = seeded(0)

@@ -92,7 +92,7 @@ def check_rotation(shape, dtype, pos=None, *, view=False, rate=3.0):
      (1, 66, 1, 2, 1, 6, 3)],
     ids=["two", "three, odd, groups", "four, all turn", "one token", "one"],
 )  # fmt: skip
-@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("documents", [pytest.param(False, marks=pytest.mark.long), True], ids=["one document", "documents"])
 def test_it_is_the_rotation(shape, documents, dtype):
     check_rotation(shape, dtype, positions(seeded(1), *shape[:2], 0.05) if documents else None, view=True)
 
@@ -146,7 +146,9 @@ def output_in_float64(read, x, scale, mimo_x, decay, after, D, own, later, first
 
 @DTYPES
 @WIDTHS
-@pytest.mark.parametrize("with_first", [False, True], ids=["nothing before", "a state before"])
+@pytest.mark.parametrize(
+    "with_first", [pytest.param(False, marks=pytest.mark.long), True], ids=["nothing before", "a state before"]
+)
 def test_the_output(shape, with_first, dtype):
     g, (batch, length, heads, inputs, width) = seeded(0), shape
     x, read = normal(g, batch, length, heads, width), normal(g, batch, length, inputs, heads, width)
@@ -211,8 +213,10 @@ def check_recurrence(shape, dtype, limit):
         assert relative_error(have, want) <= (2.5e-2 if name == "dtheta" and limit > 1e-3 else limit), name
 
 
-@pytest.mark.parametrize("inputs", [1, 2, 3, 4])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("inputs", "groups"),
+    [(1, 2), (2, 1), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((1, 1), (2, 2), (3, 1), (3, 2), (4, 1)))],
+)
 def test_the_operator_with_these_kernels_is_the_loop(inputs, groups, monkeypatch):
     """Around the CPU's gated linear attention."""
     monkeypatch.setattr(torch_impl, "use_triton", lambda *of: True)
