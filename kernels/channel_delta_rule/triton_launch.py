@@ -53,7 +53,7 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
             launch.length, scale, *launch_utils.strides(launch.given.q, launch.given.k, launch.g), X=X, H=launch.heads,
             HAS_POS=pos is not None, C=self.config.chunk, BX=BX, num_warps=4,
         )  # fmt: skip
-        self.prepared = PreparedGates(sums, read_q, written, self.whole)
+        self.sums, self.prepared = sums, PreparedGates(sums, read_q, written, self.whole)
 
     def _begin(
         self, given: QKV, v: Tensor, beta: Tensor, g: Tensor, scale: float, pos: Tensor | None, config: LaunchConfig,
@@ -120,11 +120,6 @@ class ChannelDeltaRuleLaunch(DeltaRuleLaunch):
         y, _ = launch.launch_chunk_o(self.prepared, Side(None, u), scores, states, None, read=dtype or q.dtype, write=None)
         assert y is not None
         return y, last, inverse, Kept(u, states, transitions, scores)
-
-    def compute_again(self, inverse: Tensor, first: Tensor | None) -> Kept:
-        u, states, transitions, _ = self.compute_u(inverse, first)
-        q, k, _ = self.gla.given
-        return Kept(u, states, transitions, self.gla.launch_scores(q, k, self.prepared.sums, gated=True))
 
     def walk_back(
         self, first: Tensor | None, inverse: Tensor, kept: Kept | None, dy: Tensor, dlast: Tensor

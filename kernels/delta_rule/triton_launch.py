@@ -325,7 +325,7 @@ class _DeltaRule(torch.autograd.Function):
         pos: Tensor | None, keep_states: bool, config: LaunchConfig,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         y, last, inverse, kept = _launch_class(g)(q, k, v, beta, g, scale, pos, config).forward(_contiguous(initial_state))
-        # a sequence is cut into pieces where there are few heads: then their transitions, in float32, are larger than the rest
+        # a sequence is cut into pieces where there are few heads: their transitions, in float32, are not in any plan
         kept_states = kept if keep_states and kept.transitions is None else ()
         ctx.save_for_backward(q, k, v, beta, g, initial_state, inverse, pos, *kept_states)
         ctx.scale, ctx.config = scale, config

@@ -90,7 +90,7 @@ class PairedDeltaRuleLaunch(ChannelDeltaRuleLaunch):
             *given, launch.or_v(pos), readers, keys, sums, read, written, self.whole, length, scale, *launch_utils.strides(*given),
             X=X, H=heads, HAS_POS=pos is not None, C=self.config.chunk // 2, BX=BX, num_warps=4,
         )  # fmt: skip
-        self.prepared = PreparedGates(sums, read, written, self.whole)
+        self.sums, self.prepared = sums, PreparedGates(sums, read, written, self.whole)
 
     def gradients(
         self, first: Tensor | None, inverse: Tensor, do: Tensor, dlast: Tensor

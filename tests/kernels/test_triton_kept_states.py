@@ -53,7 +53,9 @@ CASES = {
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.long) if case in ("value", "none") else case for case in CASES]
 )
-def test_kept_states_give_the_bits_of_recomputed_ones(case, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+def test_kept_states_give_the_bits_of_recomputed_ones(case, dtype, monkeypatch):
+    """Products of bfloat16 are a GPU's."""
     recurrence, op, options, (launches, name), walks = CASES[case]
     g = seeded(0)
     tokens = MANY if case.endswith("in pieces") else TOKENS
@@ -69,7 +71,7 @@ def test_kept_states_give_the_bits_of_recomputed_ones(case, monkeypatch):
     found = []
     for keep_states in (False, True):
         launched.clear()
-        leaves = [x.to(DEVICE).requires_grad_() for x in inputs]
+        leaves = [x.to(DEVICE, dtype).requires_grad_() for x in inputs]
         initial = {key: x.to(DEVICE).requires_grad_() for key, x in state.items()}
         y, final = op(leaves, initial, pos=pos, keep_states=keep_states, **options)
         cotangents = [torch.randn(x.shape, generator=seeded(2)).to(DEVICE, x.dtype) for x in (y, *final.values())]
@@ -78,7 +80,7 @@ def test_kept_states_give_the_bits_of_recomputed_ones(case, monkeypatch):
             assert (launched[0][2] is not None) == (tokens == MANY)
         found.append((len(launched), [y, *final.values(), *grads]))
     (again, recomputed), (once, kept) = found
-    # of pieces nothing is kept: their transitions would take more than the rest
+    # of pieces nothing is kept
     assert (again, again - once) == (walks, 2 if case == "slots" else int(tokens == TOKENS))
     assert all(map(torch.equal, recomputed, kept))
     assert all(x.isfinite().all() and x.abs().sum() > 0 for x in kept)
