@@ -39,7 +39,6 @@ from baton.kernels.gated_linear_attention.triton_common import (
     load_state_block,
     load_tokens,
     round_operand,
-    same_block,
     split_token,
     store_tokens,
 )
@@ -314,11 +313,13 @@ def channel_dbeta_zero_kernel(
             k_x = load_tokens(k, i, k_row, x, left, X)
             summed = load_gate_sums(here, i, left, x, H, X, CHANNEL)
             apart = (summed - load_gate_sums(here, split_token(NEAR - 1, C), left, x, H, X, CHANNEL)).to(tl.float32)
-            found += tl.where(same_block(NEAR, C), dot(k_x * tl.exp2(apart), tl.trans(k_x * tl.exp2(-apart)), DOT_DTYPE), 0.0)
+            found += tl.where(
+                joined_pairs(0, 1 << NEAR, C), dot(k_x * tl.exp2(apart), tl.trans(k_x * tl.exp2(-apart)), DOT_DTYPE), 0.0
+            )
             for level in tl.static_range(NEAR, LEVELS):
                 across = summed - load_gate_sums(here, split_token(level, C), left, x, H, X, CHANNEL)
                 k_level = k_x * tl.exp2(-tl.abs(across).to(tl.float32))
-                found += tl.where(joined_pairs(level, C), dot(k_level, tl.trans(k_level), DOT_DTYPE), 0.0)
+                found += tl.where(joined_pairs(1 << level, 2 << level, C), dot(k_level, tl.trans(k_level), DOT_DTYPE), 0.0)
         seen = causal_mask(load_positions(pos + b * T + begin, i, left, HAS_POS), C, HAS_POS) & (i[:, None] > i[None, :])
         found = tl.where(seen, found, 0.0)
         dbeta_t = tl.zeros([C], tl.float32)

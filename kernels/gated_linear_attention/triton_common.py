@@ -7,7 +7,8 @@ The decay from key j to query i is the product of the decay from j to a token be
 Blocks of 8, 16, ... tokens are therefore combined pairwise at the token between them with one matmul each, whose factors are at
 most 1. Within a block of 2^NEAR = 8 tokens the reference token is one of the 8, so a factor may exceed 1; decays are clamped to at
 least 2^LEAST, so that factors do not overflow. Where decays are known to have a higher bound, such a block may be a whole chunk:
-one matmul instead of one for every size.
+one matmul instead of one for every size. Of other decays `widest_block` finds out, for the channels of a program, how large such a
+block may be; most gates forget little, and then it is the chunk.
 
 Cumulative sums of gates start at a chunk's beginning, and the decay between two tokens is computed from their difference. The sums
 are float32 if matmuls are in bfloat16, and float64 otherwise, so that the difference loses no digits.
@@ -21,6 +22,10 @@ from baton.kernels.gated_linear_attention import launch_args
 NONE, SCALAR, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LEAST = tl.constexpr(-24.0)  # log2 of a channel's decay: what is left of a token is nothing to float32, and 2^(4 * 24) is finite
 NEAR = tl.constexpr(launch_args.NEAR)
+NEAREST = tl.constexpr(1 << launch_args.NEAR)
+# log2 of the largest factor of a block that is wider than 2^NEAR: what is multiplied by it stays finite, and what is divided by it
+# does not become zero, between 2^-62 and 2^62
+WIDEST = tl.constexpr(64.0)
 
 
 @triton.jit
@@ -146,22 +151,33 @@ def causal_mask(at, C: tl.constexpr, HAS_POS: tl.constexpr):
 
 
 @triton.jit
-def joined_pairs(level, C: tl.constexpr):
-    """Which pairs of tokens meet where blocks of 2^level are joined two by two, [C, C]."""
-    i, j = tl.arange(0, C)[:, None] >> level, tl.arange(0, C)[None, :] >> level
-    return (i == j + 1) & (i & 1 == 1)
-
-
-@triton.jit
-def same_block(level, C: tl.constexpr):
-    """Which pairs of tokens are of the same block of 2^level, [C, C]."""
-    return tl.arange(0, C)[:, None] >> level == tl.arange(0, C)[None, :] >> level
+def joined_pairs(low, high, C: tl.constexpr):
+    """Which pairs of tokens, [C, C], in either order, are of the same block of `high` tokens, but not of the same one of `low`;
+    powers of two and at least 2^NEAR, or 0 for low."""
+    block = tl.arange(0, C) // NEAREST * NEAREST  # so that the compiler sees that neighbours are alike, and loads them together
+    differing = block[:, None] ^ block[None, :]
+    return (differing >= low) & (differing < high)
 
 
 @triton.jit
 def split_token(level, C: tl.constexpr):
     """At which token of a chunk the block of 2^(level + 1) tokens that each is of is joined: the last of its first half."""
     return ((tl.arange(0, C) >> (level + 1)) * 2 + 1 << level) - 1
+
+
+@triton.jit
+def widest_block(here, first, T, x, H, X: tl.constexpr, NEAR: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr):
+    """log2 of the tokens of the largest blocks, at least 2^NEAR and at most 2^LEVELS, in which the sums of gates of every channel x
+    differ by at most WIDEST from that at the `split_token`. here: the sums; first: the chunk's first token."""
+    if NEAR == LEVELS:
+        return NEAR
+    else:
+        summed = load_gate_sums(here, first + tl.arange(0, C), T, x, H, X, CHANNEL)
+        widest = tl.full([C, x.shape[0]], LEVELS, tl.int32)
+        for level in tl.static_range(LEVELS, NEAR, -1):
+            apart = summed - load_gate_sums(here, first + split_token(level - 1, C), T, x, H, X, CHANNEL)
+            widest = tl.where(tl.abs(apart) <= WIDEST, widest, level - 1)
+        return tl.min(widest)
 
 
 @triton.jit

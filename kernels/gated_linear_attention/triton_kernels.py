@@ -33,9 +33,9 @@ from baton.kernels.gated_linear_attention.triton_common import (
     pairwise_decays,
     reverse_cumsum,
     round_operand,
-    same_block,
     split_token,
     store_tokens,
+    widest_block,
 )
 
 
@@ -96,15 +96,18 @@ def gla_scores_kernel(
         if GATE == CHANNEL:
             here = sums + (b * T * H + h) * X
             summed = load_gate_sums(here, t, T, x, H, X, GATE)
-            apart = (summed - load_gate_sums(here, n * C + split_token(NEAR - 1, C), T, x, H, X, GATE)).to(tl.float32)
-            found += tl.where(same_block(NEAR, C), dot(r_x * tl.exp2(apart), tl.trans(w_x * tl.exp2(-apart)), DOT_DTYPE), 0.0)
-            for level in tl.static_range(NEAR, LEVELS):
+            near = widest_block(here, n * C, T, x, H, X, NEAR, LEVELS, C)
+            apart = (summed - load_gate_sums(here, n * C + split_token(near - 1, C), T, x, H, X, GATE)).to(tl.float32)
+            found += tl.where(
+                joined_pairs(0, 1 << near, C), dot(r_x * tl.exp2(apart), tl.trans(w_x * tl.exp2(-apart)), DOT_DTYPE), 0.0
+            )
+            for level in tl.range(near, LEVELS, num_stages=1):
                 apart = summed - load_gate_sums(here, n * C + split_token(level, C), T, x, H, X, GATE)
                 across = tl.exp2(-tl.abs(apart).to(tl.float32))
                 # of the first of two blocks only what is written is needed, of the second only what reads
                 second = ((i >> level) & 1 == 1)[:, None]
                 side = round_operand(tl.where(second, r_x.to(tl.float32), w_x.to(tl.float32)) * across, DOT_DTYPE)
-                found += tl.where(joined_pairs(level, C), dot(side, tl.trans(side), DOT_DTYPE), 0.0)
+                found += tl.where(joined_pairs(1 << level, 2 << level, C), dot(side, tl.trans(side), DOT_DTYPE), 0.0)
         else:
             found += dot(r_x, tl.trans(w_x), DOT_DTYPE)
     if GATE == SCALAR:
@@ -270,6 +273,8 @@ def gla_chunk_dqk_kernel(
     at_last = last_token(at, C)
     of_state = ((b * H + h) * chunks + n) * (X * Y)
     here = sums + (b * T * H + h) * X if GATE == CHANNEL else sums + b * T * H + h
+    if GATE == CHANNEL:
+        near = widest_block(here, n * C, T, x, H, X, NEAR, LEVELS, C)
     grad_w = tl.zeros([C, BX], tl.float32)
     # what a gate's gradient grows by from a token on to the one before it, of a SCALAR in all channels together, and what it is
     # behind the chunk
@@ -310,15 +315,14 @@ def gla_chunk_dqk_kernel(
             flow += r_x * found * scale
         elif DECAYS:
             flow += tl.sum(r_x * found, 1) * scale
-        P = tl.load(scores + ((b * (H * G) + q) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
+        pairs = scores + ((b * (H * G) + q) * chunks + n) * (C * C) + i[:, None] * C + i[None, :]
         if GATE == CHANNEL:
-            for level in tl.range(NEAR - 1, LEVELS, num_stages=1 if PRECISE else None):
+            for level in tl.range(near - 1, LEVELS, num_stages=1):
                 apart = (summed - load_gate_sums(here, n * C + split_token(level, C), T, x, H, X, GATE)).to(tl.float32)
-                # within a block of 2^NEAR both are on either side of the token between them
-                far = -tl.abs(apart)
-                for_r = tl.exp2(tl.where(level < NEAR, apart, far))
-                for_w = tl.exp2(tl.where(level < NEAR, -apart, far))
-                P_level = tl.where(tl.where(level < NEAR, same_block(NEAR, C), joined_pairs(level, C)), P, 0.0)
+                # within a block of 2^near tokens of both sides read and are read; otherwise the first half is read by the second
+                most = tl.where(level < near, float("inf"), 0.0)
+                for_r, for_w = tl.exp2(tl.minimum(apart, most)), tl.exp2(tl.minimum(-apart, most))
+                P_level = tl.load(pairs, mask=joined_pairs(tl.where(level < near, 0, 1 << level), 2 << level, C), other=0.0)
                 if PRECISE:
                     w_level = w_x * for_w
                     read = dot_split(P_level, w_level, DOT_DTYPE)
@@ -334,7 +338,7 @@ def gla_chunk_dqk_kernel(
                         # every pair is the same number in both, so those on one side of a gate cancel
                         flow += (r_level * read - w_level * written) * scale
         else:
-            P_all = P * pairwise_decays(summed, at, C, GATE, HAS_POS)
+            P_all = tl.load(pairs) * pairwise_decays(summed, at, C, GATE, HAS_POS)
             read = dot(P_all, w_x, DOT_DTYPE)
             found += read
             if WRITE:

@@ -1,5 +1,6 @@
 """Gated linear and gated slot attention's Triton kernels against the definitions: interpreted on a CPU, compiled on a GPU."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from support.rounding import products_are_rounded
 from baton.kernels.common.adjacent_views import merge_adjacent
 from baton.kernels.gated_linear_attention import op, triton_launch
 from baton.kernels.gated_linear_attention.launch_args import LaunchConfig
+from baton.kernels.gated_linear_attention.reference import gla_reference
 from baton.kernels.gated_linear_attention.triton_launch import gla_final_state_triton, gla_triton
 from baton.kernels.gated_slot_attention import triton_launch as gated_slot_attention
 from baton.kernels.gated_slot_attention.recurrence import GatedSlotAttention
@@ -40,6 +42,40 @@ SIZES = {
 @pytest.mark.parametrize(("starts", "gate"), alternating([False, True], SIZES))
 def test_outputs_and_gradients_are_the_definitions(gate, starts):
     compare(gate, SIZES[gate], SMALL, starts=starts, strength=20.0 if starts else 1.0)
+
+
+WIDE = LaunchConfig(chunk=64, x=16, x_gated=16, x_read=16, x_prepared=16, x_scores=16, y=16, y_gated=16, target_programs=1)
+
+
+def gates_of_every_width(gate, sizes):
+    """Of chunks of 64 tokens, one for each width of a block that is joined at one token; and those widths, as log2."""
+    batch, tokens, *_, heads, d_key, d_value = sizes
+    g = -torch.rand(batch, tokens, heads, d_key if gate == "key" else d_value, generator=seeded(3), dtype=torch.float64)
+    g = g.unflatten(1, (-1, 64)) * torch.tensor([0.9, 4.0, 7.0, 14.0])[:, None, None, None]
+    sums = g.cumsum(2) / math.log(2)
+    widths = torch.full((batch, g.shape[1]), 6)
+    for level in (6, 5, 4):
+        blocks = sums.unflatten(2, (-1, 1 << level))
+        apart = (blocks - blocks[:, :, :, (1 << level - 1) - 1, None]).abs()
+        widths = torch.where((apart <= 64).flatten(2).all(2), widths, level - 1)
+    return g.flatten(1, 2), widths
+
+
+@pytest.mark.parametrize("gate", ["key", "value"])
+def test_blocks_joined_at_one_token_are_as_wide_as_decays_allow(gate):
+    """Weak and strong gates, and cotangents far from 1: no factor loses what it multiplies."""
+    sizes = (1, 256, 1, 1, 1, 16, 16)
+    given, cotangents = example(gate, sizes)
+    given["g"], widths = gates_of_every_width(gate, sizes)
+    given["g"] = given["g"].float().double()
+    assert widths.tolist() == [[6, 5, 4, 3]]
+    options = {"gate": gate, "scale": 0.3, "pos": None}
+    expected = with_gradients(gla_reference, given, cotangents, **options)
+    for size in (1.0, 2.0**-60):
+        found = with_gradients(gla_triton, rounded(given, torch.float32), [d * size for d in cotangents], config=WIDE, **options)
+        for name, value in expected.items():
+            of_cotangents = 1 if name in ("y", "leaving") else size
+            assert relative_error(found[name].double().cpu() / of_cotangents, value) <= LIMITS[torch.float32], (name, size)
 
 
 @pytest.mark.parametrize("gate", some(SIZES, ("key", "scalar")))
