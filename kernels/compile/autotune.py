@@ -51,6 +51,7 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
         {"x": (32, 64, 128), "y": (64, 128), "warps": (4, 8)},
         {"x_products": (32, 64, 128)},
         {"x_gated": (32, 64), "y_gated": (32, 64), "warps_gated": (4, 8)},
+        {"registers_gated": (168, 255)},
         {"x_read": (32, 64), "warps_read": (4, 8)},
         {"warps_scores": (4, 8)},
         {"stages": (1, 2, 3)},

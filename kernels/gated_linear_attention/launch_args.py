@@ -38,6 +38,7 @@ class LaunchConfig:
         y_gated: the same in kernels that compute derivatives along x.
         warps: warps of a program.
         warps_gated: warps in kernels that compute derivatives along x; warps_read: if only the reading tensor has a derivative.
+        registers_gated: the most registers of a thread in the same kernels.
         warps_scores: warps in the kernel that computes scores with a decay per channel.
         stages: pipeline stages of loops; the kernel that computes scores with a decay per channel has one.
         x_shared, warps_shared, stages_shared, registers_shared: channels of dimension x per program, warps, pipeline stages and the
@@ -57,7 +58,8 @@ class LaunchConfig:
     y: int = 128
     y_gated: int = 64
     warps: int = 4
-    warps_gated: int = 8
+    warps_gated: int = 4
+    registers_gated: int = 255
     warps_read: int = 8
     warps_scores: int = 4
     stages: int = 3
@@ -76,7 +78,7 @@ class LaunchConfig:
         registers."""
         tiles = ("chunk", "x", "x_gated", "x_read", "x_prepared", "x_scores", "x_products", "x_shared", "y", "y_gated")
         least = {name: min(32, getattr(self, name)) for name in tiles}
-        least |= {"stages": 1, "stages_shared": 1, "registers_shared": 255, "registers_scores_shared": 255}
+        least |= {"stages": 1, "stages_shared": 1, "registers_gated": 255, "registers_shared": 255, "registers_scores_shared": 255}
         kernels = ("gated", "read", "scores", "shared", "scores_shared")
         return replace(self, **least, **{f"warps_{kernel}": self.warps for kernel in kernels})
 

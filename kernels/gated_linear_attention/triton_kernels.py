@@ -102,8 +102,8 @@ def gla_scores_kernel(
                 joined_pairs(0, 1 << near, C), dot(r_x * tl.exp2(apart), tl.trans(w_x * tl.exp2(-apart)), DOT_DTYPE), 0.0
             )
             for level in tl.range(near, LEVELS, num_stages=1):
-                apart = summed - load_gate_sums(here, n * C + split_token(level, C), T, x, H, X, GATE)
-                across = tl.exp2(-tl.abs(apart).to(tl.float32))
+                apart = (summed - load_gate_sums(here, n * C + split_token(level, C), T, x, H, X, GATE)).to(tl.float32)
+                across = tl.exp2(-tl.abs(apart))
                 # of the first of two blocks only what is written is needed, of the second only what reads
                 second = ((i >> level) & 1 == 1)[:, None]
                 side = round_operand(tl.where(second, r_x.to(tl.float32), w_x.to(tl.float32)) * across, DOT_DTYPE)

@@ -244,7 +244,7 @@ class LinearAttentionLaunch(Launch):
             self.or_v(cotangents), self.or_v(r), self.or_v(w), self.or_v(g), self.length, self.chunks, self.scale,
             *launch_utils.strides(x.r, y.r, x.w, y.w, r, w), X=X, Y=Y, READ=read is not None, WRITE=write is not None,
             DECAYS=g is not None, PRECISE=self.low["DOT_DTYPE"] is not None and self.per_channel and read == torch.float32,
-            BX=BX, BY=BY, num_warps=warps, **self.levels, **self.common, **self.low,
+            BX=BX, BY=BY, num_warps=warps, maxnreg=self.config.registers_gated, **self.levels, **self.common, **self.low,
         )  # fmt: skip
         return r, w, g if g is None or self.per_channel else g.sum(0)
 
