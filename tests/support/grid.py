@@ -39,7 +39,7 @@ IN_BFLOAT16 = tuple(
     if mixer not in ("channel_mix", "kda", "linear_attention", "mamba3", "mlstm", "rg_lru", "rwkv6", "rwkv7", "s4d", "ttt")
 )
 """Those that `make grid` trains in bfloat16 as well."""
-IN_SHORT = ("bmojo", "mamba", "hybrid", "full_attention", "deltas", "decays", "gates", "matrices")
+IN_SHORT = ("decays", "gates", "deltas", "hybrid", "full_attention", "matrices", "bmojo", "mamba")
 """Models of the short form. A layer of every mixer of IN_BFLOAT16 is in one of them; layers of the others are in the models
 "groups", "ablated", "rwkv", "finch" and "baselines", but ttt, which tests/models/test_sequence_parallel.py has in float64."""
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "bfloat16 residual": 1e-2}
@@ -101,18 +101,18 @@ def values(layout: Layout) -> set[tuple[str, int]]:
     return {(f.name, getattr(layout, f.name)) for f in fields(layout)}
 
 
-def threes(layout: Layout) -> set[tuple[tuple[str, int], ...]]:
-    """Every three of the factors' values in a layout."""
-    return set(itertools.combinations(sorted(values(layout)), 3))
+def pairs(layout: Layout) -> set[tuple[tuple[str, int], ...]]:
+    """Every two of the factors' values in a layout."""
+    return set(itertools.combinations(sorted(values(layout)), 2))
 
 
 @cache
-def with_every_three() -> tuple[Layout, ...]:
-    """Few layouts in which every three values of different factors meet that meet in any."""
-    left, chosen = set().union(*map(threes, LAYOUTS)), []
+def with_every_pair() -> tuple[Layout, ...]:
+    """Few layouts in which every two values of different factors meet that meet in any."""
+    left, chosen = set().union(*map(pairs, LAYOUTS)), []
     while left:
-        chosen.append(max(LAYOUTS, key=lambda layout: len(threes(layout) & left)))
-        left -= threes(chosen[-1])
+        chosen.append(max(LAYOUTS, key=lambda layout: len(pairs(layout) & left)))
+        left -= pairs(chosen[-1])
     return tuple(chosen)
 
 
@@ -132,6 +132,12 @@ def selection(models: tuple[str, ...], layouts: tuple[Layout, ...] = LAYOUTS) ->
         if not own:
             own.append(min(models, key=lambda model: sum(model in m for m in chosen.values())))
     return {layout: tuple(own) for layout, own in chosen.items()}
+
+
+def one_each(models: Sequence[str], layouts: Sequence[Layout]) -> dict[Layout, str]:
+    """A model by layout: each in turn, on those that cut a model into most parts first; the last model on all that are left."""
+    by_parts = sorted(layouts, key=lambda layout: -layout.tensor * layout.pipeline * layout.context)
+    return dict(itertools.zip_longest(by_parts, models, fillvalue=models[-1]))
 
 
 def model_for(mixer: str) -> ModelConfig:
