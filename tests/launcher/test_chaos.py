@@ -21,7 +21,7 @@ from support.runs import SAME_PLACES, STEPS, flip, kill, published, wait_until
 
 from baton.training.monitoring.metrics import read_metrics
 
-SHORT, LONG = 2, 100
+SHORT, LONG = 1, 100
 CLOCK = Path(__file__).resolve().parent.parent / "support" / "clock"
 
 

@@ -112,9 +112,9 @@ def steps_of(mesh, mixers, **options):
     return {mixer: steps(mesh, mixer, **options) for mixer in mixers}
 
 
-# always an eighth of the mixers on the one that has everything, and a quarter of them on two ranks; all of both in the long form.
+# always a twelfth of the mixers on the one that has everything, and a sixth of them on two ranks; all of both in the long form.
 # tests/models/test_sequence_parallel.py always has a layer of each
-OFTEN = ((LAYOUTS[-1], MIXERS[::8]), (LAYOUTS[0], MIXERS[1::4]))
+OFTEN = ((LAYOUTS[-1], MIXERS[::12]), (LAYOUTS[0], MIXERS[1::6]))
 
 
 @pytest.mark.parametrize(("layout", "mixers"), [*OFTEN, *(pytest.param(x, MIXERS, marks=pytest.mark.long) for x in LAYOUTS)])
@@ -160,7 +160,7 @@ def written(mesh):
     return texts, logits
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("pipeline", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_shared_residual_stream_writes_the_same_text(pool, pipeline):
     """A token at a time, which no two ranks can share, and prompts that ranks do not divide."""
     ((texts, logits),) = pool.run(written)
