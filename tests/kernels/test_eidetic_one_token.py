@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.compare import relative_error
+from support.long_form import alternating
 from support.recurrences import seeded
 
 from baton.kernels.eidetic_attention.recurrence import RECURRENCES, EideticAttention
@@ -37,14 +38,17 @@ def in_order(state, specs, read):
     return found
 
 
-@pytest.mark.parametrize("starts", [(0, 1, 7), (8, 13, 4)], ids=str)
 @pytest.mark.parametrize(
-    ("recurrence", "dtype"),
-    [*((each, torch.float64) for each in SEVERAL), (RECURRENCES[0], torch.bfloat16), (RECURRENCES[5], torch.bfloat16)],
+    ("case", "starts"),
+    alternating(
+        [*((each, torch.float64) for each in SEVERAL), (RECURRENCES[0], torch.bfloat16), (RECURRENCES[5], torch.bfloat16)],
+        [(0, 1, 7), (8, 13, 4)],
+    ),
     ids=str,
 )
-def test_tokens_one_by_one_are_those_of_one_call(recurrence, dtype, starts):
+def test_tokens_one_by_one_are_those_of_one_call(case, starts):
     """The State too, to the bit; scores have ties."""
+    recurrence, dtype = case
     inputs, _ = recurrence.example(seeded(4), len(starts), LENGTH, dtype, False)
     lanes = [tuple(x[lane : lane + 1] for x in inputs) for lane in range(len(starts))]
     specs, pos = recurrence.state_specs(inputs), torch.arange(LENGTH)[None]

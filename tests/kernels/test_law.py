@@ -38,6 +38,9 @@ CUT_SPANS = {
 }
 
 every_recurrence = pytest.mark.parametrize("recurrence", RECURRENCES, ids=str)
+# what takes long: every second one; the long form has all
+every_second = pytest.mark.parametrize("recurrence", some(RECURRENCES, RECURRENCES[::2]), ids=str)
+every_other = pytest.mark.parametrize("recurrence", some(RECURRENCES, RECURRENCES[1::2]), ids=str)
 # of splitting, which takes longest, each meets one of two tests; the long form has both of all
 half_at_every_point = pytest.mark.parametrize("recurrence", some(RECURRENCES, RECURRENCES[::2]), ids=str)
 half_at_many_points = pytest.mark.parametrize("recurrence", RECURRENCES[1::2], ids=str)
@@ -74,7 +77,7 @@ def test_memory_is_poisoned():
 
 
 @every_recurrence
-@law(max_examples=4)
+@law(max_examples=3)
 @given(**SPANS, start_probability=st.sampled_from([0.0, 0.15, 0.6]))
 def test_the_fast_form_equals_the_definition(recurrence: Recurrence, seed: int, batch: int, length: int, start_probability: float):
     generator = seeded(seed)
@@ -114,7 +117,7 @@ def test_splitting_at_every_point_changes_nothing(recurrence: Recurrence, start_
 
 
 @half_at_many_points
-@law(max_examples=4)
+@law(max_examples=3)
 @given(**CUT_SPANS)
 def test_splitting_at_many_points_changes_nothing(
     recurrence: Recurrence, seed: int, batch: int, length: int, cuts: list[int], start_at_cuts: bool
@@ -167,7 +170,7 @@ def test_many_examples(recurrence: Recurrence, test, drawn):
 
 
 @every_linear
-@law(max_examples=5)
+@law(max_examples=3)
 @given(**{**SPANS, "length": st.integers(1, 23)}, start_probability=st.sampled_from([0.0, 0.1]))
 def test_begin_advance_finish_is_the_run_and_so_is_its_mirror(
     recurrence: LinearRecurrence, seed: int, batch: int, length: int, start_probability: float
@@ -190,7 +193,7 @@ def test_begin_advance_finish_is_the_run_and_so_is_its_mirror(
 
 
 @every_linear
-@law(max_examples=6)
+@law(max_examples=4)
 @given(seed=seeds, cuts=st.lists(st.integers(1, 20), max_size=3), start_probability=st.sampled_from([0.0, 0.05]))
 def test_composed_effects_are_the_effect_of_the_joined_span(
     recurrence: LinearRecurrence, seed: int, cuts: list[int], start_probability: float
@@ -210,8 +213,7 @@ def test_composed_effects_are_the_effect_of_the_joined_span(
     assert_equal(composed.apply(nothing), joined.apply(nothing), TOLERANCE)
 
 
-@every_recurrence
-@pytest.mark.parametrize("length", [1, 3, 40])
+@pytest.mark.parametrize(("recurrence", "length"), alternating(RECURRENCES, [1, 3, 40], 3), ids=str)
 def test_what_leaves_early_is_what_leaves(recurrence: Recurrence, length: int):
     inputs, state = recurrence.example(seeded(10), 2, length, torch.float64, wide=False)
     for pos in (no_starts(recurrence, 2, length), positions(seeded(11), 2, length, 0.1)):
@@ -231,7 +233,7 @@ def test_prepare_and_run_is_the_run(recurrence: SequentialRecurrence):
 
 
 @every_state_first
-@law(max_examples=6)
+@law(max_examples=4)
 @given(**SPANS, start_probability=st.sampled_from([0.0, 0.05, 0.3]))
 def test_leave_and_outputs_are_the_run_and_so_are_their_gradients(
     recurrence: StateFirstRecurrence, seed: int, batch: int, length: int, start_probability: float
@@ -257,7 +259,7 @@ def test_leave_and_outputs_are_the_run_and_so_are_their_gradients(
 
 
 @every_shortened
-@law(max_examples=5)
+@law(max_examples=3)
 @given(**SPANS, start_probability=st.sampled_from([0.0, 0.05, 0.3]))
 def test_outputs_alone_are_the_runs_and_so_are_their_gradients(
     recurrence: Recurrence, seed: int, batch: int, length: int, start_probability: float
@@ -317,7 +319,7 @@ def _lowered(recurrence, example, dtype):
     return inputs, {leaf.name: state[leaf.name].to(leaf.dtype) for leaf in recurrence.state_specs(inputs)}
 
 
-@pytest.mark.parametrize("recurrence", some(RECURRENCES, RECURRENCES[::2]), ids=str)
+@every_second
 def test_equal_runs_give_equal_bits(recurrence: Recurrence):
     """Every second one; of the others, the test of documents compares the bits of two runs, on fewer tokens."""
     example = recurrence.example(seeded(19), 2, 70, torch.float32, wide=True)
@@ -329,7 +331,7 @@ def test_equal_runs_give_equal_bits(recurrence: Recurrence):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.parametrize(("recurrence", "perturbed"), alternating(RECURRENCES, [0, 1, 2, 3]), ids=str)
+@pytest.mark.parametrize(("recurrence", "perturbed"), alternating(RECURRENCES, [0, 1, 2, 3], 4), ids=str)
 def test_documents_do_not_leak_into_each_other(recurrence: Recurrence, perturbed: int):
     """Perturb one of four documents (the third is one token long): the others' outputs and gradients keep every bit."""
     lengths = [9, 5, 1, 8]
@@ -404,7 +406,7 @@ def test_gradients_reach_the_arriving_state_alone(recurrence: Recurrence):
     assert_equal(*grads, TOLERANCE)
 
 
-@every_recurrence
+@every_second
 def test_memory_layout_of_the_arguments_does_not_matter(recurrence: Recurrence):
     example = recurrence.example(seeded(43), 3, 11, torch.float32, wide=False)
     pos = positions(seeded(44), 3, 11, 0.3)
@@ -421,7 +423,7 @@ def test_memory_layout_of_the_arguments_does_not_matter(recurrence: Recurrence):
     assert_equal(found[1], found[0], 0.0 if recurrence.split_bitwise_exact else 1e-5)
 
 
-@every_recurrence
+@every_other
 def test_autocast_changes_nothing(recurrence: Recurrence):
     example = recurrence.example(seeded(47), 2, 9, torch.float32, wide=False)
     found = []
@@ -441,7 +443,7 @@ def test_differentiating_twice_is_refused(recurrence: Recurrence):
         grad.sum().backward()
 
 
-@every_recurrence
+@every_second
 def test_bfloat16_is_as_good_as_its_inputs(recurrence: Recurrence):
     """Against float64 on the same rounded inputs: what is left is the rounding of the results themselves."""
     generator = seeded(59)
@@ -466,7 +468,7 @@ def test_bfloat16_is_as_good_as_its_inputs(recurrence: Recurrence):
         assert relative_error(low, high) <= 5e-3
 
 
-@every_recurrence
+@every_other
 def test_a_nan_stays_in_its_lane_and_is_not_swallowed(recurrence: Recurrence):
     """No error is raised: an exception on one rank would leave the others waiting. The step's finite check stops all ranks."""
     inputs, state = recurrence.example(seeded(57), 2, 9, torch.float32, wide=False)

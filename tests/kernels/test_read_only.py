@@ -195,19 +195,19 @@ def length_of(recurrence: Recurrence) -> int:
     return SHORT if recurrence.name.startswith(("window_attention", "eidetic_attention")) else 5
 
 
-# every second layout for each; the others in the long form
-@pytest.mark.parametrize(("recurrence", "layout"), alternating(EVERY, SOME_LAYOUTS), ids=str)
+# every fourth layout for each; the others in the long form
+@pytest.mark.parametrize(("recurrence", "layout"), alternating(EVERY, SOME_LAYOUTS, 4), ids=str)
 def test_definitions_of_recurrences_only_read(recurrence: Recurrence, layout: str):
     check_passes(partial(run, recurrence, "reference"), *example(recurrence, CPU, 3, start=True), layout)
 
 
-@pytest.mark.parametrize(("recurrence", "layout"), alternating(EVERY, ALL_LAYOUTS), ids=str)
+@pytest.mark.parametrize(("recurrence", "layout"), alternating(EVERY, ALL_LAYOUTS, 4), ids=str)
 def test_passes_of_recurrences_only_read(recurrence: Recurrence, layout: str):
     start = ALL_LAYOUTS.index(layout) // 2 % 2 == 0
     check_passes(partial(run, recurrence, "run"), *example(recurrence, CPU, 5, start=start), layout)
 
 
-@pytest.mark.parametrize(("recurrence", "layout"), alternating(EVERY, SOME_LAYOUTS), ids=str)
+@pytest.mark.parametrize(("recurrence", "layout"), alternating(EVERY, SOME_LAYOUTS, 4), ids=str)
 def test_phases_of_recurrences_only_read(recurrence: Recurrence, layout: str):
     check_phases(recurrence, CPU, 5, layout)
 

@@ -70,9 +70,9 @@ KINDS = ("uniform", "frequent", "equal", "distinct", "elsewhere", "nowhere")
 def test_rows_of_equal_ids_are_summed(dtype, kind):
     """Runs over many chunks, several and none; a last chunk with less to do; odd widths, several blocks of columns."""
     run = lambda *args: add_rows_triton(*args, chunk=8)  # noqa: E731
-    compare(run, ids_of(kind, 203), 37, dtype)
+    compare(run, ids_of(kind, 107), 37, dtype)
     compare(run, ids_of(kind, 48), 600, dtype, fresh=True)
-    compare(add_rows_triton, ids_of(kind, 150), 48, dtype)
+    compare(add_rows_triton, ids_of(kind, 100), 48, dtype)
 
 
 @pytest.mark.parametrize(

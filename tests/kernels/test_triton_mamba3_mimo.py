@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.compare import relative_error
+from support.long_form import alternating
 from support.recurrences import positions, seeded
 from torch.nn.functional import pad
 
@@ -85,15 +86,19 @@ def check_rotation(shape, dtype, pos=None, *, view=False, rate=3.0):
     )
 
 
-@DTYPES
-@pytest.mark.parametrize(
-    "shape",
-    [(2, 37, 1, 3, 2, 6, 2), (1, 70, 2, 4, 3, 21, 9), (2, 67, 1, 2, 4, 34, 17), (1, 1, 1, 2, 2, 8, 4),
-     (1, 66, 1, 2, 1, 6, 3)],
-    ids=["two", "three, odd, groups", "four, all turn", "one token", "one"],
-)  # fmt: skip
+ROTATION = {
+    "two": (2, 37, 1, 3, 2, 6, 2),
+    "three, odd, groups": (1, 70, 2, 4, 3, 21, 9),
+    "four, all turn": (2, 67, 1, 2, 4, 34, 17),
+    "one token": (1, 1, 1, 2, 2, 8, 4),
+    "one": (1, 66, 1, 2, 1, 6, 3),
+}
+
+
+@pytest.mark.parametrize(("shape", "dtype"), alternating(ROTATION, LIMITS), ids=str)
 @pytest.mark.parametrize("documents", [pytest.param(False, marks=pytest.mark.long), True], ids=["one document", "documents"])
 def test_it_is_the_rotation(shape, documents, dtype):
+    shape = ROTATION[shape]
     check_rotation(shape, dtype, positions(seeded(1), *shape[:2], 0.05) if documents else None, view=True)
 
 
@@ -111,12 +116,13 @@ def test_angles_of_many_turns():
 
 
 WIDTHS = pytest.mark.parametrize(
-    "shape", [(2, 30, 3, 2, 17), (1, 270, 5, 3, 8), (3, 1, 2, 4, 3), (1, 140, 2, 4, 64), (1, 20, 2, 1, 5)], ids=str
+    ("shape", "dtype"),
+    alternating([(2, 30, 3, 2, 17), (1, 270, 5, 3, 8), (3, 1, 2, 4, 3), (1, 140, 2, 4, 64), (1, 20, 2, 1, 5)], LIMITS),
+    ids=str,
 )
 """batch, length, heads, inputs, width: odd ones, and more tokens than a run has."""
 
 
-@DTYPES
 @WIDTHS
 def test_the_inputs(shape, dtype):
     g, (batch, length, heads, inputs, width) = seeded(0), shape
@@ -144,7 +150,6 @@ def output_in_float64(read, x, scale, mimo_x, decay, after, D, own, later, first
     return decay[:, :, None, :, None] * read + own + D[:, None] * v
 
 
-@DTYPES
 @WIDTHS
 @pytest.mark.parametrize(
     "with_first", [pytest.param(False, marks=pytest.mark.long), True], ids=["nothing before", "a state before"]
@@ -164,7 +169,6 @@ def test_the_output(shape, with_first, dtype):
     compare(with_columns(output_in_float64), with_columns(output_triton), given, ("x", "read", "y"), dtype)
 
 
-@DTYPES
 @WIDTHS
 def test_the_gated_sum(shape, dtype):
     """Also of float32 y, as behind a norm."""

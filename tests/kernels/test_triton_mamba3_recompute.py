@@ -36,8 +36,8 @@ def test_what_is_made_again_has_the_same_bits(kind, module, turned, written, mon
 
     for name in calls:
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
-    inputs, state = kind().example(seeded(0), 2, TOKENS, torch.float32, wide=False)
-    pos, found = positions(seeded(1), 2, TOKENS, 0.1).to(DEVICE), []
+    inputs, state = kind().example(seeded(0), 1, TOKENS, torch.float32, wide=False)
+    pos, found = positions(seeded(1), 1, TOKENS, 0.1).to(DEVICE), []
     for recompute in (False, True):
         calls.update(dict.fromkeys(calls, 0))
         leaves = [x.to(DEVICE).requires_grad_() for x in inputs]

@@ -10,10 +10,11 @@ def some(cases, kept):
     return [case if case in kept else pytest.param(case, marks=pytest.mark.long) for case in cases]
 
 
-def alternating(firsts, seconds):
-    """All pairs; every second one is marked as long, so that every value of either occurs."""
+def alternating(firsts, seconds, step=2):
+    """All pairs; all but every `step`-th one are marked as long. No value of either may have fewer than `step` partners: then every
+    value occurs."""
     pairs = [(n + m, first, second) for n, first in enumerate(firsts) for m, second in enumerate(seconds)]
-    return [pytest.param(*pair, marks=pytest.mark.long if number % 2 else ()) for number, *pair in pairs]
+    return [pytest.param(*pair, marks=pytest.mark.long if number % step else ()) for number, *pair in pairs]
 
 
 def every_pair(*values):
