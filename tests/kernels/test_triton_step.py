@@ -4,6 +4,7 @@ float64: interpreted on a CPU, compiled on a GPU."""
 import pytest
 import torch
 from support.compare import relative_error
+from support.long_form import some
 from support.recurrences import RECURRENCES, piece, seeded
 from torch import Tensor
 
@@ -26,6 +27,7 @@ KINDS = (DeltaRule, GatedLinearAttention, GatedSlotAttention, GeneralizedDeltaRu
 OF_MATRICES = tuple(r for r in RECURRENCES if isinstance(r, KINDS) and not isinstance(r, Mamba3MIMO))
 POS = torch.tensor([[7], [0], [1], [0]])
 over_recurrences = pytest.mark.parametrize("recurrence", OF_MATRICES, ids=str)
+over_half = pytest.mark.parametrize("recurrence", some(OF_MATRICES, OF_MATRICES[::2]), ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +124,7 @@ def test_queries_and_keys_are_of_groups_of_heads(gate, sizes, heads):
         assert torch.equal(found[0][0], found[1][0])
 
 
-@over_recurrences
+@over_half
 def test_steps_are_one_run(recurrence):
     """Over a document's start in one of the sequences; a State that is not contiguous is left as it is."""
     inputs, state = example(recurrence, length=3)
@@ -141,7 +143,10 @@ def test_steps_are_one_run(recurrence):
         assert torch.equal(given[name].double().cpu(), state[name]), "it cannot be written over"
 
 
-@pytest.mark.parametrize("recurrence", [x for x in OF_MATRICES if DEVICE == "cuda" or not projected(x)], ids=str)
+IN_BATCHES = [x for x in OF_MATRICES if DEVICE == "cuda" or not projected(x)]
+
+
+@pytest.mark.parametrize("recurrence", some(IN_BATCHES, IN_BATCHES[1::2]), ids=str)
 def test_a_sequence_has_the_same_bits_in_every_batch(recurrence):
     """Alone, and beside others that are not finite. PyTorch's activations on a CPU depend on where a number lies."""
     inputs, state = example(recurrence)

@@ -162,7 +162,9 @@ def test_a_killed_run_goes_on_bit_for_bit(undisturbed, pool, tmp_path):
     assert all(torch.equal(ours[key], theirs[key]) and ours[key].isfinite().all() for key in ours)
 
 
-@pytest.mark.parametrize("layout", [{"data": 1}, {"context": 2, "pipeline": 2}, {"tensor": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"data": 1}, {"context": 2, "pipeline": 2}, pytest.param({"tensor": 2, "data": 2}, marks=pytest.mark.long)], ids=str
+)
 def test_another_layout_reads_the_same_examples(undisturbed, pool, tmp_path, layout):
     folder = as_if_killed(undisturbed, tmp_path / "run", 2)
     assert set(pool.run(train_in_pool, str(folder), **layout)) == {None}

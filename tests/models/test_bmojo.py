@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from support.compare import relative_error
+from support.long_form import alternating
 from support.recurrences import positions, seeded
 
 from baton.kernels.eidetic_attention import recurrence
@@ -41,8 +42,7 @@ def run(layer, x, pos, cuts, dy):
     return torch.cat(outputs, dim=1).detach(), grads, kept
 
 
-@pytest.mark.parametrize("fading", ["chunk", "sliding"])
-@pytest.mark.parametrize("cuts", [[16, 32, 48], [13, 30, 51], [1, 2, 63]], ids=str)
+@pytest.mark.parametrize(("cuts", "fading"), alternating([[16, 32, 48], [13, 30, 51], [1, 2, 63]], ["chunk", "sliding"]), ids=str)
 def test_four_ranks_choose_the_same_tokens_by_themselves(single_mesh, fading, cuts):
     """Free choice: each piece scores its own outputs. Documents begin anywhere; what is kept is equal entry for entry."""
     layer = mixer(SMALL.model_copy(update={"fading": fading}), torch.float64)

@@ -207,8 +207,8 @@ def test_ranks_are_segments_bit_for_bit(pool, single_mesh, ranks, carried, names
 @pytest.mark.parametrize(
     ("ranks", "segments", "options", "names"),
     [
-        (2, 2, {}, HALVES[0]),
-        (2, 2, {"at_once": False, "recompute": True}, HALVES[1]),
+        (2, 2, {}, HALVES[0][1::2]),
+        (2, 2, {"at_once": False, "recompute": True}, HALVES[1][::2]),
         pytest.param(2, 2, {}, STATEFUL, marks=pytest.mark.long),
         pytest.param(2, 2, {"recompute": True}, STATEFUL, marks=pytest.mark.long),
         pytest.param(3, 2, {"at_once": False, "recompute": True}, STATEFUL, marks=pytest.mark.long),
@@ -297,8 +297,8 @@ def test_what_waits_for_the_next_segment_takes_no_more_memory_than_it_needs(sing
 @pytest.mark.parametrize(
     ("ranks", "segments", "options", "names"),
     [
-        (3, 1, {}, HALVES[0]),
-        (2, 2, {"recompute": True}, HALVES[1]),
+        (3, 1, {}, HALVES[0][::2]),
+        (2, 2, {"recompute": True}, HALVES[1][1::2]),
         pytest.param(3, 1, {}, STATEFUL, marks=pytest.mark.long),
         pytest.param(2, 2, {"recompute": True}, STATEFUL, marks=pytest.mark.long),
     ],
