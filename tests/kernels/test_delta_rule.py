@@ -226,10 +226,11 @@ def test_extreme_decays_before_small_ones_cost_no_digits():
         assert relative_error(single, double) <= 5e-6
 
 
-def test_float32_stays_with_float64_over_4096_tokens():
+@pytest.mark.parametrize("length", [1024, pytest.param(4096, marks=pytest.mark.long)])
+def test_float32_stays_with_float64_over_many_tokens(length):
     """The definition in float64, token by token, on the same numbers; mild decays, so that the state holds hundreds of tokens. Of
     four sequences two have a gate, which makes no decay in the others, and strengths are at most 1 or 2."""
-    batch, length, heads, d_key, d_value = 4, 4096, 1, 16, 8
+    batch, heads, d_key, d_value = 4, 1, 16, 8
     generator = seeded(15)
     q, k = (normalize(torch.randn(batch, length, heads, d_key, generator=generator), dim=-1) for _ in range(2))
     beta = torch.tensor([1.0, 2.0, 1.0, 2.0])[:, None, None] * torch.sigmoid(torch.randn(batch, length, heads, generator=generator))

@@ -289,13 +289,12 @@ def test_leaves_describe_the_state(recurrence: Recurrence):
 
 
 @every_exact
-@pytest.mark.parametrize("n_threads_and_dtype", some(
+@pytest.mark.parametrize(("n_threads", "dtype"), some(
     list(itertools.product((1, 2, 3), (torch.float32, torch.bfloat16))),
     [(1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)],
 ), ids=str)  # fmt: skip
-def test_splitting_keeps_every_bit_of_outputs_and_states(recurrence: Recurrence, n_threads_and_dtype, threads: None):
+def test_splitting_keeps_every_bit_of_outputs_and_states(recurrence: Recurrence, n_threads, dtype, threads: None):
     """Odd sizes, so that no length is a whole number of vectors, and buffers beyond what torch gives to one thread."""
-    n_threads, dtype = n_threads_and_dtype
     torch.set_num_threads(n_threads)
     batch, length = 3, 70
     inputs, state = _lowered(recurrence, recurrence.example(seeded(17), batch, length, torch.float32, wide=True), dtype)

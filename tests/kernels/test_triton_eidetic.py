@@ -218,9 +218,9 @@ def test_rows_that_nothing_was_read_into_need_not_be_there(sliding):
 def test_a_state_that_is_not_wanted_changes_nothing(sizes, entered):
     """Bitwise: outputs and gradients."""
     recurrence = EideticAttention(*sizes)
-    (*inputs, score), state = recurrence.example(seeded(0), 2, 47, torch.float32, wide=False)
+    (*inputs, score), state = recurrence.example(seeded(0), 2, 33, torch.float32, wide=False)
     inputs = [x.to(DEVICE).requires_grad_() for x in inputs]
-    score, pos = score.to(DEVICE), positions(seeded(1), 2, 47, 0.02).to(DEVICE)
+    score, pos = score.to(DEVICE), positions(seeded(1), 2, 33, 0.02).to(DEVICE)
     options = Options(20, recurrence.n_fading, recurrence.n_eidetic, recurrence.sliding, 0.4)
     state = {name: x.to(DEVICE).requires_grad_(x.is_floating_point() and name != "score") for name, x in state.items()}
     wanted = [*inputs, *(x for x in state.values() if entered and x.requires_grad)]
@@ -256,7 +256,7 @@ def attended(inputs, recurrence, poison=None):
 
 @pytest.mark.parametrize(
     ("size", "recurrence"),
-    alternating([1e3, 1e9, 1e12, 1e16], [EideticAttention(4, 2, 3), EideticAttention(4, 0, 3, sliding=True)]),
+    alternating([1e3, 1e9, 1e12, 1e16], [EideticAttention(4, 2, 3), EideticAttention(4, 0, 3, sliding=True)], 4),
     ids=str,
 )
 def test_scores_of_any_size_have_finite_weights(recurrence, size):

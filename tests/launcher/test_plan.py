@@ -23,6 +23,7 @@ from support.measured_costs import (
     SEQUENCE_LENGTH,
     SHARED,
     SHARED_BY,
+    SHARED_OFTEN,
     SHARED_WITH,
     SPANS,
     STAGED,
@@ -45,9 +46,9 @@ from baton.models.settings import SMALL_WIDTH, cost_model, kinds
 RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.yaml"
 
 
-@pytest.fixture(scope="module")
-def measured():
-    return measured_costs.measured("quick")
+@pytest.fixture
+def measured(request):
+    return measured_costs.measured("long" if request.node.get_closest_marker("long") else "quick")
 
 
 # ---------------------------------------------------------------------------------------------------------- against the modules
@@ -373,8 +374,8 @@ def test_tensor_ranks_exchange_what_is_counted(measured, variant, compute_dtype,
 @pytest.mark.long
 @pytest.mark.parametrize("variant", EXCHANGED)
 @pytest.mark.parametrize(("compute_dtype", "recompute", "residual_dtype"), SENT_WITH)
-def test_tensor_ranks_of_every_mixer_exchange_what_is_counted(variant, compute_dtype, recompute, residual_dtype):
-    assert_exchanged(measured_costs.measured("long"), variant, compute_dtype, recompute, residual_dtype)
+def test_tensor_ranks_of_every_mixer_exchange_what_is_counted(measured, variant, compute_dtype, recompute, residual_dtype):
+    assert_exchanged(measured, variant, compute_dtype, recompute, residual_dtype)
 
 
 def assert_exchanged(measured, variant, compute_dtype, recompute, residual_dtype):
@@ -388,7 +389,7 @@ def shared(variant, **settings):
     return Arithmetic(run_of(variant, sequence_length=ODD_SEQUENCE_LENGTH, mlp=True, **SHARED_BY, **settings))
 
 
-@pytest.mark.parametrize("variant", SHARED)
+@pytest.mark.parametrize("variant", some(SHARED, SHARED_OFTEN))
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_activations_on_a_shared_residual_stream_are_what_autograd_keeps(measured, variant, compute_dtype):
     arithmetic = shared(variant, compute_dtype=compute_dtype)
@@ -409,7 +410,7 @@ def test_recomputation_on_a_shared_residual_stream_keeps_what_is_counted(measure
     assert counted == pytest.approx(measured["shared"][variant]["living"][compute_dtype], rel=0.1)
 
 
-@pytest.mark.parametrize("variant", SHARED)
+@pytest.mark.parametrize("variant", some(SHARED, SHARED_OFTEN))
 @pytest.mark.parametrize(("compute_dtype", "recompute"), SHARED_WITH)
 def test_ranks_that_share_a_residual_stream_exchange_what_is_counted(measured, variant, compute_dtype, recompute):
     arithmetic = shared(variant, compute_dtype=compute_dtype, recompute=recompute)
@@ -421,7 +422,7 @@ def test_ranks_that_share_a_residual_stream_exchange_what_is_counted(measured, v
     assert counted == {names[name]: nbytes for name, nbytes in sent.items()}
 
 
-@pytest.mark.parametrize("variant", SHARED)
+@pytest.mark.parametrize("variant", some(SHARED, SHARED_OFTEN))
 def test_gradients_are_partial_where_the_layouts_of_a_shared_residual_stream_say_so(measured, variant):
     partial = {p.name: p.numel for p in shared(variant).parameters if p.partial}
     assert partial == measured["shared"][variant]["partial"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import measured_costs
+from support.long_form import some
 from support.measured_costs import (
     BPTT,
     CUT_SEQUENCE_LENGTH,
@@ -13,10 +14,12 @@ from support.measured_costs import (
     LANES,
     LONG_OVER_RANKS,
     OFFLOADED,
+    OFFLOADED_OFTEN,
     SEGMENTED,
     SEGMENTED_OFTEN,
     SEGMENTED_OVER_RANKS,
     SEGMENTED_OVER_TENSOR,
+    SEGMENTED_OVER_TENSOR_OFTEN,
     SHARED_BY,
     STAGES,
     run_of,
@@ -34,9 +37,9 @@ RUN = Path(str(files("baton.configs"))) / "runs" / "papers" / "mamba-1.4b-pile.y
 LONG = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def measured():
-    return measured_costs.measured("quick")["segments"]
+@pytest.fixture
+def measured(request):
+    return measured_costs.measured("long" if request.node.get_closest_marker("long") else "quick")["segments"]
 
 
 def long_run(*words, sequence_length=LONG, sequences=1):
@@ -90,7 +93,7 @@ def test_segments_keep_what_is_counted(variant, bptt):
     assert one.micro_batches * seen["before"] == one.memory().before == (0 if bptt == "exact" else 2 * one.states)
 
 
-@pytest.mark.parametrize(("offload_kv", "recompute"), OFFLOADED)
+@pytest.mark.parametrize(("offload_kv", "recompute"), some(OFFLOADED, OFFLOADED_OFTEN))
 def test_keys_are_kept_or_offloaded_and_fetched_as_counted(measured, offload_kv, recompute):
     one, seen = arithmetic(KEYS, "exact", offload_kv=offload_kv, recompute=recompute), measured[f"keys {offload_kv} {recompute}"]
     assert one.earlier_keys > 0
@@ -150,7 +153,7 @@ def assert_kept_and_sent_over_ranks(measured, variant, bptt):
     assert ("around" in last["handed on"]) is one.training.carries_lane_states
 
 
-@pytest.mark.parametrize(("bptt", "how", "recompute"), SEGMENTED_OVER_TENSOR)
+@pytest.mark.parametrize(("bptt", "how", "recompute"), some(SEGMENTED_OVER_TENSOR, SEGMENTED_OVER_TENSOR_OFTEN))
 def test_tensor_ranks_exchange_surveys_too(measured, bptt, recompute, how):
     layout = {"tensor": 2} if how == "tensor" else SHARED_BY
     one = arithmetic("mamba", bptt, recompute=recompute, **layout)

@@ -6,8 +6,8 @@ import pytest
 
 
 def some(cases, kept):
-    """The cases, of which those not in `kept` are marked as long."""
-    return [case if case in kept else pytest.param(case, marks=pytest.mark.long) for case in cases]
+    """The cases, values or tuples of several, of which those not in `kept` are marked as long."""
+    return [c if c in kept else pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=pytest.mark.long) for c in cases]
 
 
 def alternating(firsts, seconds, step=2):

@@ -94,6 +94,8 @@ ZERO = (0, 1, 2)
 SPANS = 4
 # ranks that share a residual stream, whose number does not divide the tokens, in layers of two sub-blocks and of one
 SHARED = ("mamba2", "gla", "bmojo", "mamba", "lattice")
+SHARED_OFTEN = RECOMPUTED
+"""Those that are not in the long form alone."""
 PARALLEL = ("gla", "bmojo")
 """Mixers that share a sub-block with the MLP, where there is one."""
 SHARED_BY = {"tensor": 4, "sequence_parallel": True}
@@ -114,6 +116,7 @@ ONE_BLOCK = ("mamba2", "gla")
 KEYS = "attention, whole documents"
 OFFLOADED = [(offload_kv, recompute) for offload_kv in (False, True) for recompute in ("none", "full")]
 """Whether keys and values of KEYS are offloaded, and whether layers are run again."""
+OFFLOADED_OFTEN = OFFLOADED[::3]
 
 
 def _with_recurrences_of_their_own():
@@ -138,6 +141,7 @@ SEGMENTED_OFTEN = [*((variant, bptt) for variant in ("mamba", "gla") for bptt in
 SEGMENTED_OVER_TENSOR = [
     (bptt, how, ("none", "full")[(how == "shared") ^ (bptt == "truncated")]) for bptt in BPTT for how in ("tensor", "shared")
 ]
+SEGMENTED_OVER_TENSOR_OFTEN = [SEGMENTED_OVER_TENSOR[n] for n in (0, 3, 5)]
 
 
 def run_of(
@@ -177,8 +181,8 @@ def measured(form):
 
 def measure(form):
     """Print, as JSON, what the variants' models keep and send on one rank, and what a step sends of ZeRO and of stages. form:
-    "quick", or "long", in which all mixers send with each of SENT_WITH, all of HANDED_ON hand on, and all of SEGMENTED are measured
-    with each of BPTT and over ranks."""
+    "quick", or "long", in which all mixers send with each of SENT_WITH, all of HANDED_ON hand on, all of SHARED share a residual
+    stream, and all of SEGMENTED are measured with each of BPTT, over ranks, and with keys that are offloaded in each form."""
     import gc
 
     import torch
@@ -328,7 +332,7 @@ def measure(form):
 
     mesh = meshes.initialize(run_of("mamba", **SHARED_BY).layout, device=torch.device("cpu"), rank=0, store=None)
     results["shared"], read = {}, batch(ODD_SEQUENCE_LENGTH)
-    for variant in SHARED:
+    for variant in SHARED if form == "long" else SHARED_OFTEN:
         found = results["shared"][variant] = {"saved": {}, "living": {}, "sent": {}}
         for compute_dtype in DTYPES:
             found["saved"][compute_dtype] = saved(*model_of(variant, compute_dtype, "none", mlp=True, **SHARED_BY), read)
@@ -522,10 +526,10 @@ def measure(form):
                 found[f"{variant} {bptt} rank {rank}"] = passes_of(variant, bptt, rank, context=2)
         found[f"gla {bptt} again"] = passes_of("gla", bptt, recompute="full")
         found[f"gla {bptt} stage"] = passes_of("gla", bptt, 1, pipeline=STAGES)
-    for bptt, how, recompute in SEGMENTED_OVER_TENSOR:
+    for bptt, how, recompute in SEGMENTED_OVER_TENSOR if form == "long" else SEGMENTED_OVER_TENSOR_OFTEN:
         layout = {"tensor": 2} if how == "tensor" else SHARED_BY
         found[f"mamba {bptt} {how} {recompute}"] = passes_of("mamba", bptt, recompute=recompute, **layout)
-    for offload_kv, recompute in OFFLOADED:
+    for offload_kv, recompute in OFFLOADED if form == "long" else OFFLOADED_OFTEN:
         found[f"keys {offload_kv} {recompute}"] = passes_of(KEYS, "exact", recompute=recompute, offload_kv=offload_kv)
     print(json.dumps(results))
 
