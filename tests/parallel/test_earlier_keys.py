@@ -100,9 +100,9 @@ def test_ranks_with_offloaded_keys_have_the_same_bits(pool, ranks, dtype, option
         assert_same_bits(offloaded, kept)
 
 
-@pytest.mark.parametrize("segments", [2, 5])
-@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options", "segments"), every_pair((torch.float32, torch.bfloat16), ({}, {"recompute": True}), (2, 5)), ids=str
+)
 def test_one_rank_with_offloaded_keys_has_the_same_bits(single_mesh, dtype, options, segments):
     kept, link = passes(ContextLink(0, [0], CPU), segments, dtype, **options), ContextLink(0, [0], CPU)
     link.key_store.offload = True

@@ -134,7 +134,7 @@ GATHERED = _with_recurrences_of_their_own()
 SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPTT if bptt == "truncated" or variant == "gla"]
 LONG_OVER_RANKS = [("bmojo", "truncated"), ("lattice", "truncated")]
 """Those that take longest are in the long form."""
-SEGMENTED_OFTEN = [*((variant, bptt) for variant in ("mamba", "gla") for bptt in BPTT), ("bmojo", "truncated")]
+SEGMENTED_OFTEN = [(variant, bptt) for variant in ("mamba", "gla") for bptt in BPTT]
 """Those on one rank that are not in the long form alone."""
 
 # every two values of the three meet
