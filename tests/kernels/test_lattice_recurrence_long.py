@@ -9,7 +9,7 @@ from baton.kernels.lattice.variant import VARIANTS
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 either_projection = pytest.mark.parametrize("project", [True, False])
-thousands = pytest.mark.parametrize("length", [4_000, pytest.param(20_000, marks=pytest.mark.long)])
+thousands = pytest.mark.parametrize("length", [2_000, pytest.param(20_000, marks=pytest.mark.long)])
 
 
 def _long_run(variant, project, length, d, m):
