@@ -44,7 +44,9 @@ every_other = pytest.mark.parametrize("recurrence", some(RECURRENCES, RECURRENCE
 # of splitting, which takes longest, each meets one of two tests; the long form has both of all
 half_at_every_point = pytest.mark.parametrize("recurrence", some(RECURRENCES, RECURRENCES[::2]), ids=str)
 half_at_many_points = pytest.mark.parametrize("recurrence", RECURRENCES[1::2], ids=str)
-every_linear = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if isinstance(r, LinearRecurrence)], ids=str)
+LINEAR = [r for r in RECURRENCES if isinstance(r, LinearRecurrence)]
+every_linear = pytest.mark.parametrize("recurrence", LINEAR, ids=str)
+every_second_linear = pytest.mark.parametrize("recurrence", some(LINEAR, LINEAR[::2]), ids=str)
 every_sequential = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if isinstance(r, SequentialRecurrence)], ids=str)
 every_state_first = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if isinstance(r, StateFirstRecurrence)], ids=str)
 every_optional = pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if not r.needs_pos], ids=str)
@@ -90,7 +92,7 @@ def test_the_fast_form_equals_the_definition(recurrence: Recurrence, seed: int, 
     assert_equal(*found, TOLERANCE)
 
 
-@every_recurrence
+@every_other
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)], ids=["in a direction", "of each number"])
 def test_the_definition_has_the_gradient_of_finite_differences(recurrence: Recurrence, fast: bool):
     inputs, state = recurrence.example(seeded(3), 2, 5, torch.float64, wide=False)
@@ -192,7 +194,7 @@ def test_begin_advance_finish_is_the_run_and_so_is_its_mirror(
         assert relative_error(one, other) <= TOLERANCE
 
 
-@every_linear
+@every_second_linear
 @law(max_examples=4)
 @given(seed=seeds, cuts=st.lists(st.integers(1, 20), max_size=3), start_probability=st.sampled_from([0.0, 0.05]))
 def test_composed_effects_are_the_effect_of_the_joined_span(
