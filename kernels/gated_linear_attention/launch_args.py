@@ -4,6 +4,7 @@ layout that the kernels read.
 A "side" is the tensors with dimension x, which has the decays, or with dimension y; see `triton_kernels`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple, Self
@@ -128,23 +129,36 @@ class Gradients(NamedTuple):
     v: Tensor | None = None
 
 
+class PreparedGates(NamedTuple):
+    """What the kernels take of the gates and of what lies along x, see `triton_kernels.gla_prepare_kernel`. None: not needed."""
+
+    sums: Tensor | None = None
+    read: Tensor | None = None
+    written: Tensor | None = None
+    whole: Tensor | None = None
+
+
 class Kept(NamedTuple):
     """What a forward pass keeps for the backward pass beside its arguments; None: it is computed again.
 
-    scores: of each chunk's tokens, [B, Q, N, C, C]. states: before each chunk, [B, H, N, X, Y].
+    scores: of each chunk's tokens, [B, Q, N, C, C]. states: before each chunk, [B, H, N, X, Y]. prepared: of gates and of what they
+    were multiplied with; all None if it is made again.
     """
 
     scores: Tensor | None = None
     states: Tensor | None = None
+    prepared: PreparedGates = PreparedGates()
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, as autograd saves them."""
+        return self.scores, self.states, *self.prepared
 
-class PreparedGates(NamedTuple):
-    """What the kernels take of the gates and of what lies along x, see `triton_kernels.gla_prepare_kernel`. None: not needed."""
-
-    sums: Tensor | None
-    read: Tensor | None
-    written: Tensor | None
-    whole: Tensor | None
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None]) -> "Kept":
+        """From `tensors`."""
+        scores, states, *prepared = tensors
+        return cls(scores, states, PreparedGates(*prepared))
 
 
 class Launch:

@@ -265,7 +265,9 @@ class LinearAttentionLaunch(Launch):
             scores = self.launch_scores(q, wx, prepared.sums, gated=True, shared=self.shares_scores)
             read, _ = self.launch_chunk_o(prepared, Side(None, wy), scores, states, None, read=dtype, write=None)
         assert read is not None
-        return read, self.state(last), Kept(scores if self.keeps_scores else None, states if keep_states else None)
+        # of a decay along the values the gradient of y is what reads
+        prepared = prepared if keep_states and self.per_channel and not self.swapped else PreparedGates()
+        return read, self.state(last), Kept(scores if self.keeps_scores else None, states if keep_states else None, prepared)
 
     def backward(
         self, first: Tensor | None, kept: Kept, dy: Tensor, dlast: Tensor | None, *, wide: str = "",
@@ -280,10 +282,11 @@ class LinearAttentionLaunch(Launch):
         """
         (wx, wy), (q, k, v) = self.writes, self.given
         rx, ry = (dy, q) if self.swapped else (q, dy)
-        prepared = self.launch_prepare(rx, wx)
+        scores, states, prepared = kept
+        if prepared.sums is None:
+            prepared = self.launch_prepare(rx, wx)
         assert prepared.written is not None
         assert prepared.read is not None
-        scores, states = kept
         if states is None:
             arriving = None if first is None else self.state(first).contiguous()
             states, _ = self.launch_chunk_h(prepared.written, wy, prepared, arriving)
@@ -320,7 +323,7 @@ class _Gla(torch.autograd.Function):
         given = QKV.of(q, k, v)
         run = LinearAttentionLaunch(gate, scale, pos, g, given, config, low=given.low)
         y, last, kept = run.forward(initial_state, q.dtype, keep_states=keep_states)
-        ctx.save_for_backward(q, k, v, g, initial_state, pos, *kept)
+        ctx.save_for_backward(q, k, v, g, initial_state, pos, *kept.tensors)
         ctx.gate, ctx.scale, ctx.config = gate, scale, config
         ctx.set_materialize_grads(False)
         return y, last
@@ -337,7 +340,7 @@ class _Gla(torch.autograd.Function):
         of_heads = (q.shape[2], k.shape[2]) == (run.query_heads, run.heads)
         into = Gradients(*empty_like_heads((q, k, v))) if of_heads else None
         dq, dk, dv, dg, dfirst = run.backward(
-            initial_state, Kept(*kept), launch_utils.contiguous_last_dim(dy), dlast, into=into, decays=ctx.needs_input_grad[3]
+            initial_state, Kept.of(kept), launch_utils.contiguous_last_dim(dy), dlast, into=into, decays=ctx.needs_input_grad[3]
         )
         # a head that all share was given to each, or to several at a time
         dq, dk = (d.sum(2, keepdim=True) if x.shape[2] == 1 < d.shape[2] else d for x, d in ((q, dq), (k, dk)))

@@ -92,7 +92,7 @@ class _Gsa(torch.autograd.Function):
         weights = slot_weights(scores, slot_activation, q.dtype)
         of_values = _values(weights, write, v, g, pos, config, low)
         y, values, kept_v = of_values.forward(first_v, q.dtype, keep_states=keep_states)
-        ctx.save_for_backward(*given, *made, first_k, first_v, scores, pos, *kept_k, *kept_v)
+        ctx.save_for_backward(*given, *made, first_k, first_v, scores, pos, *kept_k.tensors, *kept_v.tensors)
         ctx.scale, ctx.slot_activation, ctx.gate_logit_normalizer, ctx.config = (
             scale,
             slot_activation,
@@ -106,7 +106,8 @@ class _Gsa(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dkeys: Tensor | None, dvalues: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        given, made, (first_k, first_v, scores, pos), kept_k, kept_v = saved[:4], saved[4:8], saved[8:12], saved[12:14], saved[14:]
+        given, made, (first_k, first_v, scores, pos), kept = saved[:4], saved[4:8], saved[8:12], saved[12:]
+        kept_k, kept_v = Kept.of(kept[: len(kept) // 2]), Kept.of(kept[len(kept) // 2 :])
         q, k, v, g = given
         keys, values, into = dict[str, Any](), dict[str, Any](), None
         if ctx.gate_logit_normalizer is not None:
@@ -121,11 +122,11 @@ class _Gsa(torch.autograd.Function):
         of_values = _values(slot_weights(scores, ctx.slot_activation, q.dtype), write, v, g, pos, ctx.config, low)
         # of weights and strengths only differences reach what they are made of
         dweights, dwrite_v, dv, dg_v, dfirst_v = of_values.backward(
-            first_v, Kept(*kept_v), launch_utils.contiguous_last_dim(dy), dvalues, wide="q", **values
+            first_v, kept_v, launch_utils.contiguous_last_dim(dy), dvalues, wide="q", **values
         )
         dscores = slot_weights_backward(scores, dweights, ctx.slot_activation)
         of_keys = _keys(q, k, write, g, ctx.scale, pos, ctx.config, low)
-        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, Kept(*kept_k), dscores, dkeys, **keys)
+        dq, dk, dwrite_k, dg_k, dfirst_k = of_keys.backward(first_k, kept_k, dscores, dkeys, **keys)
         dgates = _gates_backward(g, dg_k, dg_v, dwrite_k, dwrite_v, given[3], into, ctx.gate_logit_normalizer)
         grads = (dq, dk, dv, dgates, dfirst_k, dfirst_v)
         return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:6], grads, strict=True)), *(None,) * 7)

@@ -146,6 +146,7 @@ class RecurrenceCosts:
     chunk: tokens between the States that are saved for the backward pass; 0: no State is saved; None: only the initial State.
     recomputed_on_gpu: the GPU kernels save only the initial State and recompute the others; kept: unless these are to be kept, in
         this dtype, of float32 twice as many as of half the size. None: they are never kept.
+    factors_kept: tensors of the State whose factors over each chunk are kept with the States.
     between_chunks: tensors of the State that are saved between chunks; None: all.
     copied: the first saved State is a copy of the initial State.
     gpu_chunk: the GPU kernels' chunk, if it differs.
@@ -162,6 +163,7 @@ class RecurrenceCosts:
     chunk: int | None = None
     recomputed_on_gpu: bool = False
     kept: Dtype | None = None
+    factors_kept: tuple[str, ...] = ()
     between_chunks: tuple[StateDeclaration, ...] | None = None
     copied: bool = False
     gpu_chunk: int | None = None
@@ -191,7 +193,8 @@ class RecurrenceCosts:
         if self.chunk and self.kept and work.gpu and work.keeps_states:
             itemsize = work.itemsize(self.kept)
             chunks = -(-work.length * itemsize // (2 * self.chunk))
-            return arrived + chunks * state * itemsize // 4
+            factors = sum(state_bytes(s, work) for s in self.factors if s.name in self.factors_kept)
+            return arrived + chunks * (state * itemsize // 4 + factors)
         if not self.chunk or (self.recomputed_on_gpu and work.gpu):
             return arrived or (0 if self.chunk == 0 else state)
         chunks = -(-work.length // self.tokens_per_chunk(work))
@@ -340,7 +343,13 @@ def linear_attention_costs(S: StateDeclaration, *, per_key: bool, kept: Dtype | 
     kept: as in RecurrenceCosts; "compute" for `GatedLinearAttention(..., keep_states=context.keep_states)`."""
     factor = S.shape[0], S.shape[1] if per_key else 1, 1
     return RecurrenceCosts(
-        "gated_linear_attention", (S,), chunk=LINEAR_ATTENTION_CHUNK, recomputed_on_gpu=True, kept=kept, transition=(factor,)
+        "gated_linear_attention",
+        (S,),
+        chunk=LINEAR_ATTENTION_CHUNK,
+        recomputed_on_gpu=True,
+        kept=kept,
+        factors_kept=(S.name,) if per_key else (),
+        transition=(factor,),
     )
 
 

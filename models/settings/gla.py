@@ -16,7 +16,7 @@ from baton.models.settings.declarations import (
     split,
 )
 from baton.models.settings.linear_attention import FeatureMap, HeadSizes, LinearAttentionConfig, saved_by_output_gate, whole
-from baton.models.settings.saved_tensors import saved_by_log_sigmoid, saved_by_norm, saved_scores
+from baton.models.settings.saved_tensors import saved_by_log_sigmoid, saved_by_norm, saved_decays, saved_scores
 
 
 class GLAConfig(LinearAttentionConfig):
@@ -71,6 +71,7 @@ class GLAConfig(LinearAttentionConfig):
                 *saved_by_log_sigmoid("decays", keys, bias=True, view=False),
                 SavedTensor("decays", keys, "float32"),
                 *saved_scores(heads, keys, keys, values),
+                *saved_decays(keys, keys),
                 *saved_by_norm("norm", values, rows=heads),
                 *(saved_by_output_gate(values) if self.output_gate else ()),
                 SavedTensor("out_proj input", values, "compute"),

@@ -16,7 +16,7 @@ from baton.models.settings.cost_model import (
 )
 from baton.models.settings.declarations import ParameterDeclaration, StateDeclaration, column, output, split, split_norm
 from baton.models.settings.linear_attention import FeatureMap
-from baton.models.settings.saved_tensors import saved_by_log_sigmoid, saved_by_split_norm, saved_scores
+from baton.models.settings.saved_tensors import saved_by_log_sigmoid, saved_by_split_norm, saved_decays, saved_scores
 
 
 class GSAConfig(HeadsConfig):
@@ -108,6 +108,8 @@ class GSAConfig(HeadsConfig):
                 SavedTensor("scores of slots", heads * slots, "float32", in_recurrence="kernel"),
                 *saved_scores(heads, width, kv_width, gates),
                 *saved_scores(heads, heads * slots, gates, kv_width),
+                # of the pass over slots' values
+                *saved_decays(heads * slots, gates),
                 # without silu the norm saves it in float32
                 SavedTensor("output", width, "compute", device=None if self.output_activation else "gpu"),
                 # on one rank the GPU kernel of the norm reads the output itself, and the norm is recomputed
@@ -124,6 +126,7 @@ class GSAConfig(HeadsConfig):
                     chunk=LINEAR_ATTENTION_CHUNK,
                     recomputed_on_gpu=True,
                     kept="compute",
+                    factors_kept=("v",),
                     transition=((kv_heads, 1, slots), (kv_heads, slots, 1)),
                 ),
             ),

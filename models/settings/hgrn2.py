@@ -9,7 +9,7 @@ from baton.models.initializers import Constant
 from baton.models.settings.cost_model import MixerCosts, SavedTensor, linear_attention_costs, linear_attention_flops
 from baton.models.settings.declarations import ParameterDeclaration, column, output, split, split_norm
 from baton.models.settings.linear_attention import HeadSizes, LinearAttentionConfig, whole
-from baton.models.settings.saved_tensors import saved_by_log_sigmoid, saved_by_split_norm, saved_scores
+from baton.models.settings.saved_tensors import saved_by_log_sigmoid, saved_by_split_norm, saved_decays, saved_scores
 
 
 class HGRN2Config(LinearAttentionConfig):
@@ -77,6 +77,7 @@ class HGRN2Config(LinearAttentionConfig):
                 *logarithm,
                 SavedTensor("decays", keys, "float32"),
                 *saved_scores(heads, keys, keys, values),
+                *saved_decays(keys, keys),
                 *saved_by_split_norm("norm", values),
                 SavedTensor("out_proj input", values, "compute"),
             ),

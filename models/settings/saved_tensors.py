@@ -1,6 +1,7 @@
 """What autograd saves in parts that several kinds of sub-blocks have. Torch-free."""
 
 from dataclasses import replace
+from functools import partial
 
 from baton.models.settings.cost_model import LINEAR_ATTENTION_CHUNK, SCORES_SHARE, SavedTensor
 
@@ -57,6 +58,13 @@ def saved_by_log_sigmoid(name: str, width: int, *, bias: bool = False, view: boo
         *(() if view else (SavedTensor(f"{name} input", width, "compute", device="gpu"),)),
         SavedTensor(f"{name} exponential", width, "float32", device="cpu"),
     )
+
+
+def saved_decays(reads: int, writes: int) -> tuple[SavedTensor, ...]:
+    """What linear attention's kernels keep of decays by key where they keep states: their sums, and the queries and keys, of these
+    widths, times decays."""
+    kept = partial(SavedTensor, in_recurrence="kernel", with_states=True)
+    return kept("sums of decays", writes, "float32"), kept("decayed queries and keys", reads + writes, "compute")
 
 
 def saved_scores(heads: int, *widths: int) -> tuple[SavedTensor, ...]:

@@ -62,6 +62,8 @@ def test_kept_states_give_the_bits_of_recomputed_ones(case, dtype, monkeypatch):
     inputs, state = recurrence.example(g, 2, tokens, torch.float32, wide=False)
     pos = positions(seeded(1), 2, tokens, 0.1).to(DEVICE)
     launched, launch = [], getattr(launches, name)
+    prepared, prepare = [], LinearAttentionLaunch.launch_prepare
+    monkeypatch.setattr(LinearAttentionLaunch, "launch_prepare", lambda self, *a: (prepared.append(1), prepare(self, *a))[1])
 
     def counted(*args, **own):
         launched.append(launch(*args, **own))
@@ -71,6 +73,7 @@ def test_kept_states_give_the_bits_of_recomputed_ones(case, dtype, monkeypatch):
     found = []
     for keep_states in (False, True):
         launched.clear()
+        prepared.clear()
         leaves = [x.to(DEVICE, dtype).requires_grad_() for x in inputs]
         initial = {key: x.to(DEVICE).requires_grad_() for key, x in state.items()}
         y, final = op(leaves, initial, pos=pos, keep_states=keep_states, **options)
@@ -78,9 +81,11 @@ def test_kept_states_give_the_bits_of_recomputed_ones(case, dtype, monkeypatch):
         grads = torch.autograd.grad([y, *final.values()], [*leaves, *initial.values()], cotangents)
         if launches is DeltaRuleLaunch:
             assert (launched[0][2] is not None) == (tokens == MANY)
-        found.append((len(launched), [y, *final.values(), *grads]))
-    (again, recomputed), (once, kept) = found
+        found.append((len(launched), len(prepared), [y, *final.values(), *grads]))
+    (again, twice, recomputed), (once, first, kept) = found
     # of pieces nothing is kept
     assert (again, again - once) == (walks, 2 if case == "slots" else int(tokens == TOKENS))
+    # decays by key too are made once
+    assert twice - first == (case in ("key", "slots"))
     assert all(map(torch.equal, recomputed, kept))
     assert all(x.isfinite().all() and x.abs().sum() > 0 for x in kept)
