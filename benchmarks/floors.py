@@ -17,6 +17,7 @@ from baton.models.config import ModelConfig
 from baton.models.settings.attention import AttentionConfig
 from baton.models.settings.bmojo import BMojoConfig
 from baton.models.settings.cost_model import SCAN_GPU_CHUNK
+from baton.models.settings.delta_net import DeltaNetConfig
 from baton.models.settings.gla import GLAConfig
 from baton.models.settings.gsa import GSAConfig
 from baton.models.settings.hgrn2 import HGRN2Config
@@ -35,6 +36,7 @@ MODELS = {
     "gla-1.3b": "gla-1.3b",
     "retnet-1.3b": "retnet-1.3b",
     "hgrn2-1.3b": "hgrn2-1.3b",
+    "delta-net-1.3b": "delta-net-1.3b",
     "transformer": "transformer-1.3b",
 }
 """Cases of train_step.py whose profiles the page shows, and their models in configs/models, or of EARLIER."""
@@ -144,6 +146,13 @@ def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int, card: 
             # queries, keys, values and outputs, and decays of channels; the same with gradients
             moved["scan"] += LOW * ((2 + 4) * keys + (2 + 3) * values) + 3 * WIDE * keys * (not isinstance(kind, RetNetConfig))
             moved["norm"] += (5 if isinstance(kind, HGRN2Config) else 8) * LOW * values
+            multiplied += 3 * kind.costs(d).matrix_flops
+        if isinstance(kind, DeltaNetConfig):
+            keys, values = kind.head_count(d) * kind.d_key, kind.value_head_count(d) * kind.d_value
+            # queries, keys, values and outputs; the same with gradients
+            moved["scan"] += LOW * ((2 + 4) * keys + (2 + 3) * values)
+            moved["convolution"] += (2 + 3) * LOW * (2 * keys + values)
+            moved["norm"] += 5 * LOW * (2 * keys + values)
             multiplied += 3 * kind.costs(d).matrix_flops
         if isinstance(kind, AttentionConfig):
             heads, kv_heads = kind.head_counts(d)

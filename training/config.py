@@ -112,9 +112,10 @@ class TrainingConfig(_Settings):
     recompute: Recompute | Literal["auto"] = Field(
         "auto",
         description="activations that the backward pass recomputes. none: all are kept, fastest. states: on a GPU the "
-        "states between chunks of tokens, of linear attention, gated slot attention and delta rules. selective: these, and what is "
-        "cheap to recompute, such as convolutions and gates: less memory; the latter without effect on sequences in segments or "
-        "over ranks. full: all of a layer but its input: least memory, one more forward pass. "
+        "states between chunks of tokens, of linear attention, gated slot attention and delta rules, and what decays by key have "
+        "multiplied. selective: these, and what is cheap to recompute, such as convolutions and gates: less memory; the latter "
+        "without effect on sequences in segments or over ranks. full: all of a layer but its input: least memory, one more forward "
+        "pass. "
         "auto: the fastest that fits the GPU's memory by `baton plan`, chosen at every start; on a CPU, none",
     )
     cuda_graphs: bool | Literal["auto"] = Field(
