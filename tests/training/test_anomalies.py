@@ -102,7 +102,7 @@ def with_refusals(mesh):
 REFUSED_ON = [{"data": 2, "zero": 0}, {"data": 2}, {"data": 2, "zero": 2}, {"tensor": 2}, {"pipeline": 2, "data": 2}]
 
 
-@pytest.mark.parametrize("layout", some(REFUSED_ON, REFUSED_ON[::2]), ids=str)
+@pytest.mark.parametrize("layout", some(REFUSED_ON, REFUSED_ON[::4]), ids=str)
 def test_a_refused_step_changes_nothing_and_the_next_ones_are_as_without_it(pool, layout):
     for (with_them, without_them), same in pool.run(with_refusals, **layout):
         assert with_them == without_them
@@ -123,7 +123,7 @@ def update_norms(mesh):
     return found
 
 
-@pytest.mark.parametrize("layout", [{"data": 2, "zero": 0}, {"data": 2}, {"data": 2, "zero": 2}], ids=str)
+@pytest.mark.parametrize("layout", some(REFUSED_ON[:3], REFUSED_ON[2:3]), ids=str)
 def test_the_norm_of_an_update_is_that_of_the_change(pool, layout):
     for norms in pool.run(update_norms, **layout):
         assert all(ours == pytest.approx(true, rel=1e-4) for ours, true in norms)
@@ -172,10 +172,11 @@ def planted(mesh, what, victim):
     return result.anomaly, None if result.nonfinite is None else asdict(result.nonfinite), unchanged
 
 
+# the default run plants a value of each kind on a layout of its own
 LAYOUTS = [{"data": 2}, {"data": 2, "zero": 2}, {"tensor": 2}, {"pipeline": 3}, {"context": 2}]
 
 
-@pytest.mark.parametrize("layout", some(LAYOUTS, LAYOUTS[::2]), ids=str)
+@pytest.mark.parametrize("layout", some(LAYOUTS, LAYOUTS[4:]), ids=str)
 def test_a_nan_in_a_weight_is_named_with_its_rank(pool, layout):
     for said, where, unchanged in pool.run(planted, "weight", 1, **layout):
         assert (
@@ -186,7 +187,7 @@ def test_a_nan_in_a_weight_is_named_with_its_rank(pool, layout):
         assert unchanged
 
 
-@pytest.mark.parametrize("layout", some(LAYOUTS, LAYOUTS[3:]), ids=str)
+@pytest.mark.parametrize("layout", some(LAYOUTS, LAYOUTS[3:4]), ids=str)
 def test_a_nan_in_one_documents_tokens_is_named_with_its_place(pool, layout):
     victim = 0 if "pipeline" in layout else 1
     for said, where, unchanged in pool.run(planted, "tokens", victim, **layout):
@@ -204,7 +205,7 @@ def test_the_module_inside_a_layer_is_named_and_not_the_layer(pool, layout):
         assert unchanged
 
 
-@pytest.mark.parametrize("layout", some(LAYOUTS, LAYOUTS[1:3]), ids=str)
+@pytest.mark.parametrize("layout", some(LAYOUTS, LAYOUTS[1:2]), ids=str)
 def test_a_nan_in_one_ranks_gradient_is_named_with_its_rank(pool, layout):
     for said, _, unchanged in pool.run(planted, "gradient", 1, **layout):
         assert (
@@ -253,10 +254,13 @@ def test_spikes_are_judged_against_the_median_of_accepted_steps():
     assert off.recent() == {}
 
 
+STEPS = 16
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A dataset in which every document has a character of its own, and its tokenizer; the tokens of two documents that are met in
-    the 9th to 12th of 24 steps and never again, and those documents' names."""
+    the 9th to 12th of the steps and never again, and those documents' names."""
     folder, rng = tmp_path_factory.mktemp("guard"), random.Random(0)
     texts = ["".join(rng.choice("abcdefgh ") for _ in range(rng.randint(20, 90))) for _ in range(60)]
     texts = [f"{text[:15]}{chr(0x4E00 + n)}{text[15:]}" for n, text in enumerate(texts)]
@@ -269,7 +273,7 @@ def corpus(tmp_path_factory):
     plan = {"lanes": 4, "lanes_per_step": 4, "micro_batch_size": 1, "data_rank": 0, "data_size": 1, "start_step": 0, "prefetch": 1}
     met = defaultdict(list)
     with BatchStream(dataset, tokenizer, StepPlan.constant(sequence_length=16, **plan), seed=0, unit_documents=4) as stream:
-        for data in islice(stream, 24):
+        for data in islice(stream, STEPS):
             for batch in data.micro_batches:
                 for token in own.keys() & set(batch.tokens.flat):
                     met[token].append(data.step)
@@ -294,7 +298,7 @@ def run(mesh, corpus, bad, folder, policy, bptt=None, every=5):
     data = ShardsConfig(path=str(corpus / "shards"), tokenizer=str(corpus / "t.model"), unit_documents=4)
     config = ModelConfig(d_model=16, n_layers=2, mixers={"mamba": kinds()["mamba"](d_state=4)}, pad_vocab_to=4)
     settings = training(
-        steps=24,
+        steps=STEPS,
         sequence_length=16,
         global_batch_tokens=64,
         micro_batch_size=1,
@@ -327,18 +331,18 @@ def run(mesh, corpus, bad, folder, policy, bptt=None, every=5):
 
 
 def skipped(folder):
-    manifest = Manifest.read(folder / "checkpoints" / "step-00000024")
+    manifest = Manifest.read(folder / "checkpoints" / f"step-{STEPS:08d}")
     return [place for cursor in manifest.cursors.values() for place in cursor["skipped"]]
 
 
 def test_rollback_leaves_out_the_one_document_and_the_run_ends(pool, corpus, tmp_path):
     """And a second one that is met before the next checkpoint: the first does not come back."""
     folder, tokens, victims = corpus
-    assert pool.run(run, folder, tokens, tmp_path, "rollback", None, 24, data=2) == [None, None]
+    assert pool.run(run, folder, tokens, tmp_path, "rollback", None, STEPS, data=2) == [None, None]
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
-    assert [row["step"] for row in rows] == list(range(1, 25)), "no step is missing or there twice"
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "no step is missing or there twice"
     assert all(math.isfinite(row["loss"]) for row in rows)
-    assert [row["step"] for row in rows if "update_norm" in row] == [4, 8, 12, 16, 20, 24]
+    assert [row["step"] for row in rows if "update_norm" in row] == [4, 8, 12, 16]
     events = read_events(tmp_path)
     assert [event["kind"] for event in events] == ["rollback", "rollback"]
     assert sorted(event["documents"] for event in events) == sorted([victim] for victim in victims)
@@ -354,7 +358,7 @@ def interrupted_run(mesh, corpus, bad, folder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_roll_back", interrupted)
-        return run(mesh, corpus, bad, folder, "rollback", None, 24)
+        return run(mesh, corpus, bad, folder, "rollback", None, STEPS)
 
 
 @pytest.mark.parametrize("layout", some([{"data": 2}, {"tensor": 2}], [{"data": 2}]), ids=str)
@@ -363,11 +367,11 @@ def test_a_run_that_ends_between_a_rollback_and_a_save_leaves_the_documents_out_
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
-    pool.run(run, folder, tokens, whole, "rollback", None, 24, **layout)
+    pool.run(run, folder, tokens, whole, "rollback", None, STEPS, **layout)
     for _ in victims:
         assert pool.run(interrupted_run, folder, tokens, killed, **layout) == ["interrupted"] * 2
         (killed / "events.jsonl").write_text((killed / "events.jsonl").read_text() + '{"kind": "rollb')  # cut short
-    assert pool.run(run, folder, tokens, killed, "rollback", None, 24, **layout) == [None, None]
+    assert pool.run(run, folder, tokens, killed, "rollback", None, STEPS, **layout) == [None, None]
     events = [event for event in read_events(killed) if event["kind"] == "rollback"]
     assert sorted(event["documents"] for event in events) == sorted([victim] for victim in victims), "none is met again"
     assert skipped(killed) == skipped(whole)
@@ -380,7 +384,7 @@ def test_starts_of_other_layouts_leave_the_documents_out_too(pool, corpus, tmp_p
     folder, tokens, victims = corpus
     assert pool.run(interrupted_run, folder, tokens, tmp_path, data=1) == ["interrupted"]
     assert pool.run(interrupted_run, folder, tokens, tmp_path, data=2) == ["interrupted"] * 2
-    assert pool.run(run, folder, tokens, tmp_path, "rollback", None, 24, data=1) == [None]
+    assert pool.run(run, folder, tokens, tmp_path, "rollback", None, STEPS, data=1) == [None]
     assert sorted(event["documents"] for event in read_events(tmp_path)) == sorted([victim] for victim in victims)
     assert len(skipped(tmp_path)) == 2
 
@@ -552,10 +556,10 @@ def test_skip_makes_no_update_and_goes_on(pool, corpus, tmp_path):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     for kind in ("train", "state_gradients"):
         recorded = [row["step"] for row in rows if row["kind"] == kind]
-        assert recorded == [step for step in range(1, 25) if step != event["step"]], kind
+        assert recorded == [step for step in range(1, STEPS + 1) if step != event["step"]], kind
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     assert skipped(tmp_path) == []
-    assert Manifest.read(tmp_path / "checkpoints" / "step-00000024").adam_steps == 23
+    assert Manifest.read(tmp_path / "checkpoints" / f"step-{STEPS:08d}").adam_steps == STEPS - 1
 
 
 def test_stop_names_the_document_and_the_next_start_resumes(pool, corpus, tmp_path):
