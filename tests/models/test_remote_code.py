@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.compare import relative_error
+from support.long_form import some
 from support.recurrences import positions, seeded
 
 from baton.launcher.interchange import import_model
@@ -149,7 +150,12 @@ def loaded(folder, **words):
     return found.eval()
 
 
-@pytest.mark.parametrize("case", CASES)
+# kinds of which a case with settings or of several mixers has a layer are compared by themselves in the long form
+ELSEWHERE = {mixer.kind for case in CASES if case not in kinds() for mixer in model_of(case).mixers.values()}
+OFTEN = [case for case in CASES if case not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("case", some(CASES, OFTEN))
 def test_logits_and_gradients_are_ours(case, tmp_path):
     """With documents packed into rows; in one piece, and in two with the cache between them. And what is read again is the same."""
     model = model_of(case)
