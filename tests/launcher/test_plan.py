@@ -400,7 +400,7 @@ def test_activations_on_a_shared_residual_stream_are_what_autograd_keeps(measure
     assert counted == pytest.approx(measured["shared"][variant]["saved"][compute_dtype], rel=0.02)
 
 
-@pytest.mark.parametrize("variant", RECOMPUTED)
+@pytest.mark.parametrize("variant", some(RECOMPUTED, SHARED_OFTEN))
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_recomputation_on_a_shared_residual_stream_keeps_what_is_counted(measured, variant, compute_dtype):
     arithmetic = shared(variant, compute_dtype=compute_dtype)

@@ -85,7 +85,7 @@ SENT_WITH = [("float32", "none", "float32"), ("bfloat16", "full", "float32"), ("
 
 def sent_with(variant):
     """All of them for some mixers, one for the others, which the long form measures with all as well."""
-    return SENT_WITH if variant in STAGED else SENT_WITH[1:2]
+    return SENT_WITH if variant in RECOMPUTED[:2] else SENT_WITH[1:2]
 
 
 STAGES = 2
@@ -94,7 +94,7 @@ ZERO = (0, 1, 2)
 SPANS = 4
 # ranks that share a residual stream, whose number does not divide the tokens, in layers of two sub-blocks and of one
 SHARED = ("mamba2", "gla", "bmojo", "mamba", "lattice")
-SHARED_OFTEN = RECOMPUTED
+SHARED_OFTEN = RECOMPUTED[:2]
 """Those that are not in the long form alone."""
 PARALLEL = ("gla", "bmojo")
 """Mixers that share a sub-block with the MLP, where there is one."""
