@@ -110,7 +110,7 @@ def test_bfloat16_is_rounded_once(gate):
     compare(gate, SIZES[gate], SMALL, starts=True, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("gate", SIZES)
+@pytest.mark.parametrize("gate", some(SIZES, ("scalar", "key")))
 def test_products_of_bfloat16(gate, monkeypatch):
     products_of_bfloat16(monkeypatch)
     compare(gate, SIZES[gate], SMALL, starts=True, dtype=torch.bfloat16)

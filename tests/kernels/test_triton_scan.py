@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import relative_error
-from support.long_form import every_pair
+from support.long_form import every_pair, some
 from support.prefetch_trace import LINE, asking_watched
 from support.recurrences import positions, seeded
 
@@ -116,12 +116,14 @@ def compare(kind, sizes, config, *, starts, activate, gated, dtype=torch.float32
 
 
 # the interpreter takes long for each; of the last a test of its own is in the default suite
-KINDS = ("mamba", "longhorn", pytest.param("zoh", marks=pytest.mark.long))
+ALL_KINDS = ("mamba", "longhorn", "zoh")
+KINDS = some(ALL_KINDS, ALL_KINDS[:2])
 SIZES = ((2, 16, 32, 8), (1, 37, 11, 5))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("starts", "fused"), every_pair((False, True), (False, True)))
+@pytest.mark.parametrize(("kind", "starts", "fused"), some(
+    list(itertools.product(ALL_KINDS, (False, True), (False, True))), [("mamba", True, True), ("longhorn", False, False)],
+))  # fmt: skip
 def test_outputs_and_gradients_are_the_definitions(kind, starts, fused):
     """Unsplit and split, even and odd sizes, with and without document starts, activation and gate."""
     for config, sizes in zip((WHOLE, CUT) if starts == fused else (CUT, WHOLE), SIZES):
@@ -153,7 +155,7 @@ def test_tensor_cores_sum_over_channels(kind, dtype):
         compare(kind, sizes, WHOLE, starts=True, activate=True, gated=True, dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(ALL_KINDS, ("longhorn",)))
 def test_pieces_with_the_state_handed_on_are_the_whole(kind):
     """And `state_transition_triton` of a segment is the transition of the segment."""
     options = {"activate": True, "zoh": kind == "zoh"}
