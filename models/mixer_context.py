@@ -22,7 +22,7 @@ class MixerContext:
     None: uniform ones. sequence_parallel: tensor ranks share the residual stream, each a part of the tokens; the mixer's input is
     gathered. is_nested: the mixer is a part of another one, which reads its output whole on every rank. selective_recompute: cheap
     activations are recomputed in the backward pass (kernels.common.selective_recompute). keep_states: a GPU keeps the states
-    between chunks of tokens for the backward pass instead of computing them again.
+    between chunks of tokens, and what decays by key have multiplied, for the backward pass instead of computing them again.
     """
 
     d_model: int

@@ -27,6 +27,7 @@ from baton.kernels.gated_linear_attention.triton_common import (
     CHANNEL,
     LEAST,
     NEAR,
+    NEAREST,
     causal_mask,
     chunk_decay,
     decay_from_start,
@@ -295,7 +296,8 @@ def channel_dbeta_zero_kernel(
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, HAS_POS: tl.constexpr, DOT_DTYPE: tl.constexpr, LEVELS: tl.constexpr,
     C: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
 ):  # fmt: skip
-    """dbeta of tokens whose beta is 0, so that u says nothing of what beta multiplies. Chunks without one have nothing to do."""
+    """dbeta of tokens whose beta is 0, so that u says nothing of what beta multiplies. Chunks without one have nothing to do;
+    others join blocks from NEAREST tokens on, whatever decays allow."""
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     i, begin, left = tl.arange(0, C), (n * C).to(tl.int64), T - n * C
@@ -314,7 +316,7 @@ def channel_dbeta_zero_kernel(
             summed = load_gate_sums(here, i, left, x, H, X, CHANNEL)
             apart = (summed - load_gate_sums(here, split_token(NEAR - 1, C), left, x, H, X, CHANNEL)).to(tl.float32)
             found += tl.where(
-                joined_pairs(0, 1 << NEAR, C), dot(k_x * tl.exp2(apart), tl.trans(k_x * tl.exp2(-apart)), DOT_DTYPE), 0.0
+                joined_pairs(0, NEAREST, C), dot(k_x * tl.exp2(apart), tl.trans(k_x * tl.exp2(-apart)), DOT_DTYPE), 0.0
             )
             for level in tl.static_range(NEAR, LEVELS):
                 across = summed - load_gate_sums(here, split_token(level, C), left, x, H, X, CHANNEL)

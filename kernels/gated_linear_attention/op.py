@@ -52,8 +52,8 @@ def gated_linear_attention(
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the state that arrives, [batch, heads, d_key, d_value], float32 (float64 for float64 inputs). None: zero.
-        keep_states: on a GPU, keep the states between chunks of tokens for the backward pass, which otherwise computes them again.
-            The CPU implementation always keeps them.
+        keep_states: on a GPU, keep the states between chunks of tokens, and what decays by key have multiplied, for the backward
+            pass, which otherwise computes them again. The CPU implementation always keeps them.
 
     Tensors are float64 all together, or any mix of float32, bfloat16 and float16: then everything is computed in float32.
 

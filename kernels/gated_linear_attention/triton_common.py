@@ -7,8 +7,8 @@ The decay from key j to query i is the product of the decay from j to a token be
 Blocks of 8, 16, ... tokens are therefore combined pairwise at the token between them with one matmul each, whose factors are at
 most 1. Within a block of 2^NEAR = 8 tokens the reference token is one of the 8, so a factor may exceed 1; decays are clamped to at
 least 2^LEAST, so that factors do not overflow. Where decays are known to have a higher bound, such a block may be a whole chunk:
-one matmul instead of one for every size. Of other decays `widest_block` finds out, for the channels of a program, how large such a
-block may be; most gates forget little, and then it is the chunk.
+one matmul instead of one for every size. Of other decays `widest_block` finds how large it may be in the channels of a program;
+most gates forget little, and then it is the chunk.
 
 Cumulative sums of gates start at a chunk's beginning, and the decay between two tokens is computed from their difference. The sums
 are float32 if matmuls are in bfloat16, and float64 otherwise, so that the difference loses no digits.
@@ -23,8 +23,8 @@ NONE, SCALAR, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LEAST = tl.constexpr(-24.0)  # log2 of a channel's decay: what is left of a token is nothing to float32, and 2^(4 * 24) is finite
 NEAR = tl.constexpr(launch_args.NEAR)
 NEAREST = tl.constexpr(1 << launch_args.NEAR)
-# log2 of the largest factor of a block that is wider than 2^NEAR: what is multiplied by it stays finite, and what is divided by it
-# does not become zero, between 2^-62 and 2^62
+# log2 of the largest factor of a block that is wider than NEAREST: products of what is multiplied by it stay finite, and of what is
+# divided by it keep their digits, for operands of at least 2^-62 whose products are at most 2^62
 WIDEST = tl.constexpr(64.0)
 
 
@@ -153,7 +153,7 @@ def causal_mask(at, C: tl.constexpr, HAS_POS: tl.constexpr):
 @triton.jit
 def joined_pairs(low, high, C: tl.constexpr):
     """Which pairs of tokens, [C, C], in either order, are of the same block of `high` tokens, but not of the same one of `low`;
-    powers of two and at least 2^NEAR, or 0 for low."""
+    powers of two and at least NEAREST, or 0 for low."""
     block = tl.arange(0, C) // NEAREST * NEAREST  # so that the compiler sees that neighbours are alike, and loads them together
     differing = block[:, None] ^ block[None, :]
     return (differing >= low) & (differing < high)

@@ -2,7 +2,7 @@
 
 The gate decides which of q, k, v and y lie along x, the dimension with decays, and therefore which of the two kernels computes the
 output and which the gradients. Only the arguments are saved for the backward pass, and the scores within chunks if they are small.
-The states between chunks are recomputed, unless they are to be kept.
+The states between chunks are recomputed, and sums of gates and what decays by key multiply, unless they are to be kept.
 """
 
 from typing import Any

@@ -58,8 +58,8 @@ def gated_slot_attention(
             used as given.
         recompute_activations: recompute the activations of q, k and v in the backward pass instead of saving them. The CPU
             implementation always does.
-        keep_states: on a GPU, keep the slots between chunks of tokens for the backward pass, which otherwise computes them again.
-            The CPU implementation always keeps them.
+        keep_states: on a GPU, keep the slots between chunks of tokens, and what decays of the slots' values have multiplied, for
+            the backward pass, which otherwise computes them again. The CPU implementation always keeps them.
         pos: position of each token in its document, int32 or int64 [batch, T], 0 at a document's first token. None: no document
             starts inside this piece.
         initial_state: the slots that arrive, {k [batch, heads, d_key, slots], v [batch, heads, slots, d_value]}, float32 (float64

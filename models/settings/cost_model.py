@@ -48,7 +48,8 @@ class Workload:
     rerun: whether linear recurrences run again in the backward pass, as where context-parallel ranks exchange transitions.
     sequence_parallel: whether the residual stream is split by tokens over the tensor ranks.
     selective: whether cheap activations are recomputed (training.recompute=selective).
-    keeps_states: whether a GPU keeps states between chunks that it recomputes otherwise (training.recompute=none).
+    keeps_states: whether a GPU keeps states between chunks, and what is made for them, that it recomputes otherwise
+        (training.recompute=none).
     context: number of context ranks that share a sequence.
     """
 

@@ -64,12 +64,14 @@ def saved_decays(reads: int, writes: int) -> tuple[SavedTensor, ...]:
     """What linear attention's kernels keep of decays by key where they keep states: their sums, and the queries and keys, of these
     widths, times decays."""
     kept = partial(SavedTensor, in_recurrence="kernel", with_states=True)
-    return kept("sums of decays", writes, "float32"), kept("decayed queries and keys", reads + writes, "compute")
+    # the sums have twice the bytes of what is multiplied
+    return kept("sums of decays", 2 * writes, "compute"), kept("decayed queries and keys", reads + writes, "compute")
 
 
 def saved_scores(heads: int, *widths: int) -> tuple[SavedTensor, ...]:
     """Scores between a chunk's tokens, which linear attention's kernels save if they are small compared with q, k and v, of the
     given widths."""
     few = SCORES_SHARE * heads * LINEAR_ATTENTION_CHUNK <= sum(widths)
-    scores = SavedTensor("scores in chunks", heads * LINEAR_ATTENTION_CHUNK, "compute", in_recurrence="kernel")
+    # of float32 chunks have half as many tokens
+    scores = SavedTensor("scores in chunks", heads * LINEAR_ATTENTION_CHUNK // 2, "float32", in_recurrence="kernel")
     return (scores,) if few else ()

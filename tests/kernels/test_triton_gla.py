@@ -47,35 +47,34 @@ def test_outputs_and_gradients_are_the_definitions(gate, starts):
 WIDE = LaunchConfig(chunk=64, x=16, x_gated=16, x_read=16, x_prepared=16, x_scores=16, y=16, y_gated=16, target_programs=1)
 
 
-def gates_of_every_width(gate, sizes):
-    """Of chunks of 64 tokens, one for each width of a block that is joined at one token; and those widths, as log2."""
-    batch, tokens, *_, heads, d_key, d_value = sizes
-    g = -torch.rand(batch, tokens, heads, d_key if gate == "key" else d_value, generator=seeded(3), dtype=torch.float64)
-    g = g.unflatten(1, (-1, 64)) * torch.tensor([0.9, 4.0, 7.0, 14.0])[:, None, None, None]
-    sums = g.cumsum(2) / math.log(2)
-    widths = torch.full((batch, g.shape[1]), 6)
-    for level in (6, 5, 4):
-        blocks = sums.unflatten(2, (-1, 1 << level))
-        apart = (blocks - blocks[:, :, :, (1 << level - 1) - 1, None]).abs()
-        widths = torch.where((apart <= 64).flatten(2).all(2), widths, level - 1)
-    return g.flatten(1, 2), widths
+def widest_blocks(g, chunk):
+    """log2 of the tokens of the blocks that are joined at one token, of each chunk of log decays [1, T, ...]."""
+    sums = g.unflatten(1, (-1, chunk)).cumsum(2)[0] / math.log(2)
+    widths = torch.full((len(sums),), chunk.bit_length() - 1)
+    for level in range(chunk.bit_length() - 1, 3, -1):
+        blocks = sums.unflatten(1, (-1, 1 << level))
+        apart = (blocks - blocks[:, :, (1 << level - 1) - 1, None]).abs()
+        widths = torch.where((apart <= 64).flatten(1).all(1), widths, level - 1)
+    return widths.tolist()
 
 
+@pytest.mark.parametrize(("dtype", "chunk", "widths"), [(torch.float32, 32, [5, 5, 4, 3]), (torch.bfloat16, 64, [6, 5, 4, 3])])
 @pytest.mark.parametrize("gate", ["key", "value"])
-def test_blocks_joined_at_one_token_are_as_wide_as_decays_allow(gate):
-    """Weak and strong gates, and cotangents far from 1: no factor loses what it multiplies."""
-    sizes = (1, 256, 1, 1, 1, 16, 16)
-    given, cotangents = example(gate, sizes)
-    given["g"], widths = gates_of_every_width(gate, sizes)
-    given["g"] = given["g"].float().double()
-    assert widths.tolist() == [[6, 5, 4, 3]]
+def test_blocks_joined_at_one_token_are_as_wide_as_decays_allow(gate, dtype, chunk, widths, monkeypatch):
+    """Weak and strong gates, and cotangents far from 1: no factor loses what it multiplies. Of float32 chunks have 32 tokens."""
+    products_of_bfloat16(monkeypatch)
+    sizes = (1, 4 * chunk, 1, 1, 1, 16, 16)
+    given, cotangents = example(gate, sizes, dtype)
+    gates = torch.rand(1, 4, chunk, 1, 16, generator=seeded(3)) * torch.tensor([0.9, 4.0, 7.0, 14.0])[:, None, None, None]
+    given["g"] = -gates.flatten(1, 2).to(dtype).double()
+    assert widest_blocks(given["g"], chunk) == widths
     options = {"gate": gate, "scale": 0.3, "pos": None}
     expected = with_gradients(gla_reference, given, cotangents, **options)
     for size in (1.0, 2.0**-60):
-        found = with_gradients(gla_triton, rounded(given, torch.float32), [d * size for d in cotangents], config=WIDE, **options)
+        found = with_gradients(gla_triton, rounded(given, dtype), [d * size for d in cotangents], config=WIDE, **options)
         for name, value in expected.items():
             of_cotangents = 1 if name in ("y", "leaving") else size
-            assert relative_error(found[name].double().cpu() / of_cotangents, value) <= LIMITS[torch.float32], (name, size)
+            assert relative_error(found[name].double().cpu() / of_cotangents, value) <= LIMITS[dtype], (name, size)
 
 
 @pytest.mark.parametrize("gate", some(SIZES, ("key", "scalar")))

@@ -272,9 +272,14 @@ calls = {
 precise = x(8, 128, dtype=torch.float32), x(8, 128, dtype=torch.float32), x(8, 128), gates(8), None
 of_delta_net = calls["delta_net"]
 calls["delta_net precise"] = of_delta_net[0], {**of_delta_net[1], "beta_max": 2.0}, [*precise], of_delta_net[3]
+for kind in ("gla", "hgrn2"):
+    op, settings, given, options = calls[kind]
+    wide = [x(*t.shape[2:], dtype=torch.float32) for t in given]
+    calls[f"{kind} in float32"] = op, settings, wide, options
 op, settings, given, options = calls["gsa"]
 calls["gsa selectively"] = op, settings, given, {**options, "recompute_activations": True}
-for kind in ("gla", "retnet", "hgrn2", "mamba2", "gsa", "delta_net", "delta_net precise", "kda"):
+of_float32 = "gla in float32", "hgrn2 in float32", "delta_net precise"
+for kind in ("gla", "retnet", "hgrn2", "mamba2", "gsa", "delta_net", "kda", *of_float32):
     op, settings, given, options = calls[kind]
     calls[f"{kind} with states"] = op, settings, given, {**options, "keep_states": True}
 for kind, (op, settings, given, options) in calls.items():
@@ -289,7 +294,13 @@ for kind, (op, settings, given, options) in calls.items():
     with compiling(Target(90)), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         found = op(*given, **options, **rest)
     costs = kinds()[kind.split()[0]](**settings).costs(WIDTH)
-    work = Workload(B, T, selective="recompute_activations" in options, keeps_states="keep_states" in options)
+    work = Workload(
+        B,
+        T,
+        compute_bytes=4 if " in float32" in kind else 2,
+        selective="recompute_activations" in options,
+        keeps_states="keep_states" in options,
+    )
     counted = sum(k.nbytes(work) for k in costs.saved if k.in_recurrence == "kernel")
     if work.keeps_states:
         counted += sum(r.saved_bytes(work) for r in costs.recurrences if r.chunk)
@@ -347,8 +358,10 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
     assert all(kept == counted for kept, counted in found.values()), found
     keepers = {
         "gla",
+        "gla in float32",
         "retnet",
         "hgrn2",
+        "hgrn2 in float32",
         "mamba2 groups",
         "gsa",
         "gsa selectively",
