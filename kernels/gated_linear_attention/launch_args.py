@@ -59,7 +59,7 @@ class LaunchConfig:
     y: int = 128
     y_gated: int = 64
     warps: int = 4
-    warps_gated: int = 4
+    warps_gated: int = 8
     registers_gated: int = 255
     warps_read: int = 8
     warps_scores: int = 4
