@@ -14,16 +14,17 @@ LATE_S = 0.5
 
 
 class Clock:
-    """Seconds that one rank writes into a file and all ranks read. mark: a file that the next reading makes."""
+    """Seconds that one rank writes into a file and all ranks read. mark: a file that the next reading makes, once it has read."""
 
     def __init__(self, path):
         self.path, self.mark = path, None
 
     def __call__(self):
+        seconds = float(self.path.read_text())
         if self.mark is not None:
             self.mark.touch()
             self.mark = None
-        return float(self.path.read_text())
+        return seconds
 
     def advance(self, seconds):
         aside = self.path.with_suffix(".new")
