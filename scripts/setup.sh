@@ -48,9 +48,11 @@ for extra in "$@"; do have "$extra" || missing=1; done
 
 echo "setting up .venv with $("$python" --version)${cuda_torch:+, on its torch $cuda_torch} ..."
 flags=(--disable-pip-version-check)
-# --no-compile: bytecode of all modules takes as long to make as the rest; Python makes it of those that are imported, once
+# for tests, whose processes keep it, Python makes bytecode of what they import, once; of all modules it takes as long as the rest.
+# Elsewhere PYTHONDONTWRITEBYTECODE may be set, and every start would make it again
+case " $* " in *" test "*) flags+=(--no-compile) ;; esac
 install() {
-    pip install "${flags[@]}" --no-compile --constraint "$constraints" "$@" >.venv/setup.log 2>&1 || {
+    pip install "${flags[@]}" --constraint "$constraints" "$@" >.venv/setup.log 2>&1 || {
         tail -n 25 .venv/setup.log >&2; fail "the installation failed; all of its output is in .venv/setup.log"; }
 }
 if [ -n "${BATON_WHEELS:-}" ]; then

@@ -256,7 +256,7 @@ def attended(inputs, recurrence, poison=None):
 
 @pytest.mark.parametrize(
     ("size", "recurrence"),
-    alternating([1e3, 1e9, 1e12, 1e16], [EideticAttention(4, 2, 3), EideticAttention(4, 0, 3, sliding=True)], 4),
+    alternating([1e3, 1e9, 1e12, 1e16], [EideticAttention(4, 2, 3), EideticAttention(4, 0, 3, sliding=True)]),
     ids=str,
 )
 def test_scores_of_any_size_have_finite_weights(recurrence, size):
