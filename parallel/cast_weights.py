@@ -1,7 +1,7 @@
 """Copies of fp32 weights in the compute dtype, for matmuls.
 
-A parameter stays fp32 (ZeRO's master copy is made from it) and is cast once per optimizer step, not once per micro-batch: call
-`drop_cast_weights` after every change of the parameters.
+A parameter stays fp32 (ZeRO's master copy is made from it) and is cast once per optimizer step, not once per micro-batch. An update
+that has all of a parameter writes its copy too (`zero.Engine.update`); call `drop_cast_weights` after every other change.
 """
 
 from collections.abc import Iterable
@@ -31,8 +31,12 @@ def caches_of(module: nn.Module) -> list[CastWeightCache]:
     return [child for child in module.modules() if isinstance(child, CastWeightCache)]
 
 
+def copies_of(caches: Iterable[CastWeightCache]) -> dict[nn.Parameter, Tensor]:
+    """By parameter the cast weight that is kept, of several modules with one parameter the last one's."""
+    return {cache.weight: copy for cache in caches if (copy := cache._cast_weight_cache) is not None}
+
+
 def drop_cast_weights(caches: nn.Module | Iterable[CastWeightCache]) -> None:
-    """Drop every cast weight, of a module or of its `caches_of`. Called after the parameters change: an optimizer step, a load, an
-    edit."""
+    """Drop every cast weight, of a module or of its `caches_of`. Called after the parameters change: a load, an edit."""
     for cache in caches_of(caches) if isinstance(caches, nn.Module) else caches:
         cache._cast_weight_cache = None

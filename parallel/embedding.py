@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.embedding import add_rows, use_triton
-from baton.parallel.linear import accumulates_fused
+from baton.parallel.linear import accumulates_fused, take_outdated
 
 
 def embedding(ids: Tensor, parameter: nn.Parameter, first: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -48,6 +48,8 @@ class _Embedding(torch.autograd.Function):
         grad = parameter.grad if adding else None
         if grad is None:
             grad = torch.zeros_like(parameter)
+        elif take_outdated(parameter):
+            grad.zero_()
         add_rows(grad, _local(ids, ctx.first).flatten(), dy.reshape(-1, dy.shape[-1]))
         if adding:
             parameter.grad = grad

@@ -5,7 +5,7 @@ gradient, so it is neither rounded to the compute dtype nor read and written aga
 that has to be compiled; PyTorch's matmuls can accumulate into another dtype by now.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -26,6 +26,7 @@ _PIECE = 2048
 under way while the second one is computed. With fewer, launches would cost more than what is hidden."""
 
 _adding = False
+_outdated: set[Tensor] = set()  # parameters whose `.grad` holds nothing yet that counts
 
 
 @contextmanager
@@ -44,6 +45,25 @@ def fused_grad_accumulation() -> Iterator[None]:
 def accumulates_fused() -> bool:
     """Whether this is within `fused_grad_accumulation`."""
     return _adding
+
+
+@contextmanager
+def overwriting(parameters: Iterable[nn.Parameter]) -> Iterator[Set[Tensor]]:
+    """Within it and within `fused_grad_accumulation`, what the `.grad` of these parameters holds does not count: the first matmul
+    that would add to it replaces it, which spares a pass that sets it to 0 and the reading of zeros. Yields those that nothing has
+    replaced yet: set theirs to 0 before the pass. It holds for the whole process, as does `fused_grad_accumulation`."""
+    _outdated.update(parameters)
+    try:
+        yield _outdated
+    finally:
+        _outdated.clear()
+
+
+def take_outdated(parameter: Tensor) -> bool:
+    """Whether what the parameter's `.grad` holds does not count; from now on it does."""
+    found = parameter in _outdated
+    _outdated.discard(parameter)
+    return found
 
 
 def linear(
@@ -224,11 +244,14 @@ def _input_gradient(
 def _weight_gradient(parameter: nn.Parameter, runs: Sequence[tuple[int, Tensor]], x: Tensor) -> Tensor | None:
     """The gradient; None: it was added to `.grad`."""
     before = parameter.grad if _adding else None
+    new = before is None or take_outdated(parameter)
     whole = sum(dy.shape[1] for _, dy in runs) == len(parameter)
-    grad = before if before is not None else torch.empty_like(parameter) if whole else torch.zeros_like(parameter)
+    grad = torch.empty_like(parameter) if before is None else before
+    if new and not whole:
+        grad.zero_()
     rows = x.reshape(-1, x.shape[-1])
     for begin, dy in runs:
-        accumulate_product(grad[begin : begin + dy.shape[1]], dy.mT, rows, first=before is None and whole)
+        accumulate_product(grad[begin : begin + dy.shape[1]], dy.mT, rows, first=new and whole)
     if not _adding:
         return grad
     parameter.grad = grad

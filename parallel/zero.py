@@ -25,9 +25,11 @@ from torch import Tensor, nn
 
 from baton.kernels.adamw import AdamWStep, prepare_adamw
 from baton.parallel import compat
+from baton.parallel.cast_weights import caches_of, copies_of, drop_cast_weights
 from baton.parallel.deepspeed_settings import DeepSpeedGroups, deepspeed_config
 from baton.parallel.mesh import Mesh
-from baton.parallel.param_layout import layout_of, named_layouts
+from baton.parallel.param_layout import layout_of
+from baton.parallel.replicated_parameters import broadcast_tied
 
 _CHUNK = 1 << 24  # elements of a fragment that `update_norm` works on together
 
@@ -67,6 +69,7 @@ class Engine:
         self._fused = bool(self.stage) and isinstance(self._optimizer, torch.optim.AdamW) and in_one_pass
         self._updates = 0  # that were made, as the optimizer counts them on the device
         self._prepared: Callable[[float], None] | None = None  # the update of the gradients that are summed
+        self._cast_weights, self._current_copies = caches_of(module), set[Tensor]()  # those that the last update wrote
         if self.stage == 2:
             # its hooks on the parameters hold it, and Python does not see that the parameters hold these: with them it would stay
             # for ever, and so would its process groups with their threads
@@ -103,14 +106,16 @@ class Engine:
         return self._global_norm(norms)
 
     def update(self, norm: float) -> None:
-        """Clip, update this rank's part of the parameters and gather the others'. The gradients are gone.
+        """Clip, update this rank's part of the parameters and gather the others'. Gradients are gone; cast weights are new or gone.
 
         norm: what `sum_gradients` returned.
         """
         assert self._prepared is not None
         # the same small number as torch's clip_grad_norm_ and DeepSpeed have against a division by zero
         clipped = self._clip_norm > 0 and norm + 1e-6 > self._clip_norm
+        self._current_copies = set()
         self._prepared(self._clip_norm / (norm + 1e-6) if clipped else 1.0)
+        drop_cast_weights(cache for cache in self._cast_weights if cache._cast_weight_cache not in self._current_copies)
         self._updates += 1
         self.drop_gradients()
 
@@ -141,12 +146,16 @@ class Engine:
         flats = self._zero.single_partition_of_fp32_groups
         if not self._fused:
             return partial(self._update_flat, list(zip(flats, groups, strict=True)))
+        # over several ranks none has all new values of a parameter, and of a tied replica they come from its owner
+        copies = copies_of(self._cast_weights) if self._ranks == 1 else {}
+        copies = {p: copy for p, copy in copies.items() if not layout_of(p).tied_replica}
         updates = []
         for settings, flat, gradients in zip(self._optimizer.param_groups, flats, groups, strict=True):
             state, grads = self._optimizer.state[flat], [grad.contiguous() for _, grad, _ in gradients]
-            starts = [at for _, _, at in gradients]
-            updates.append((settings, prepare_adamw(flat.data, state["exp_avg"], state["exp_avg_sq"], grads, starts)))
-        return partial(self._update_in_one_pass, updates)
+            starts, into = [at for _, _, at in gradients], [copies.get(p) for p, _, _ in gradients]
+            updates.append((settings, prepare_adamw(flat.data, state["exp_avg"], state["exp_avg_sq"], grads, starts, into)))
+        written = {copies[p] for gradients in groups for p, _, _ in gradients if p in copies}
+        return partial(self._update_in_one_pass, updates, written)
 
     def _update_whole(self, gradients: list[Tensor], scale: float) -> None:
         if scale != 1.0:
@@ -164,12 +173,15 @@ class Engine:
             flat.grad = None
         self._gather()
 
-    def _update_in_one_pass(self, updates: Sequence[tuple[dict[str, Any], Callable[[AdamWStep], None]]], scale: float) -> None:
+    def _update_in_one_pass(
+        self, updates: Sequence[tuple[dict[str, Any], Callable[[AdamWStep], None]]], copies: set[Tensor], scale: float
+    ) -> None:
         for settings, update in updates:
             lr, betas, eps, decay = (settings[name] for name in ("lr", "betas", "eps", "weight_decay"))
             update(AdamWStep(lr, betas, eps, decay, self._updates + 1, scale))
         torch._foreach_add_(list(self.update_counts().values()), 1.0)
         self._gather()
+        self._current_copies = copies
 
     def _gather(self) -> None:
         """Every rank's part of the parameters to all ranks."""
@@ -343,56 +355,3 @@ def build_engine(
             # both are fp32, and one memory now
             fragment.lp_fragment = fragment.hp_fragment = fragment.lp_fragment.detach()
     return Engine(module, engine, mesh, clip_norm, members, moments_dtype)
-
-
-def finalize_model_grads(module: nn.Module, mesh: Mesh) -> None:
-    """Add up gradients that are partial sums over the tensor group, one coalesced all-reduce per group, before the engine's step;
-    and add gradients of tied replicas to their owners'.
-
-    Raises RuntimeError for a trainable parameter without a gradient: ZeRO-1 skips it silently, and ranks that skip different
-    parameters exchange buckets that do not match.
-    """
-    partial: dict[str, list[torch.Tensor]] = {"tensor": []}
-    for name, parameter, layout in named_layouts(module):
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None and layout.tied_over == "pipeline":
-            parameter.grad = torch.zeros_like(parameter)  # none of this stage's layers uses the block
-        if parameter.grad is None:
-            raise RuntimeError(f"{name} has no gradient after backward: every trainable parameter must take part in the loss")
-        for over in layout.partial_over:
-            partial[over].append(parameter.grad)
-    _all_reduce_coalesced(partial["tensor"], mesh.tensor_group)
-    for _, parameter, group in tied_parameters(module, mesh):
-        assert parameter.grad is not None
-        dist.reduce(parameter.grad, dst=dist.get_global_rank(group, 0), group=group)
-        if layout_of(parameter).tied_replica:
-            parameter.grad = None
-
-
-@torch.no_grad()
-def broadcast_tied(module: nn.Module, mesh: Mesh) -> None:
-    """Copy the values of tied parameters from the owner to the stages with replicas, after they changed."""
-    for _, parameter, group in tied_parameters(module, mesh):
-        dist.broadcast(parameter, src=dist.get_global_rank(group, 0), group=group)
-
-
-def tied_parameters(module: nn.Module, mesh: Mesh) -> list[tuple[str, nn.Parameter, dist.ProcessGroup]]:
-    """What several stages have, with the group of the ranks that have it, whose first one owns it: the tied embedding on the first
-    and the last stage, blocks that layers share on all."""
-    if mesh.pipeline is None:
-        return []
-    groups = {"embedding": mesh.embedding_group, "pipeline": mesh.pipeline.group}
-    tied = ((name, p, layout) for name, p, layout in named_layouts(module) if layout.tied_replica or layout.tied_owner)
-    found = ((name, p, groups[layout.tied_over]) for name, p, layout in tied)
-    return [(name, p, group) for name, p, group in found if group is not None]
-
-
-def _all_reduce_coalesced(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    tensors = list(tensors)
-    if not tensors or dist.get_world_size(group) == 1:
-        return
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    dist.all_reduce(flat, group=group)
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
-        tensor.copy_(part.view_as(tensor))

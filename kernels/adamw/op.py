@@ -3,7 +3,8 @@
 Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2, in the form of torch.optim.AdamW: decay
 first, then the step. Computed in float32, also where the moments are kept in bfloat16: they are rounded to nearest behind the step
 that uses them. On a GPU one launch reads and writes everything once, 28 bytes a number (20), and scales the gradients on the way:
-PyTorch's operators take a flat copy of the gradients and another pass for the scale.
+PyTorch's operators take a flat copy of the gradients and another pass for the scale. It also writes the copies in the compute dtype
+that the next step's matmuls read, 2 bytes a number where a cast moves 6.
 """
 
 import math
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.adamw.triton_launch import prepare_triton
-from baton.kernels.errors import KernelError, expect_dtype, expect_tensor
+from baton.kernels.errors import REDUCED_DTYPES, KernelError, expect_dtype, expect_tensor
 
 _KERNEL = "prepare_adamw"
 
@@ -41,7 +42,12 @@ class AdamWStep:
 
 
 def prepare_adamw(
-    parameters: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grads: Sequence[Tensor], starts: Sequence[int]
+    parameters: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grads: Sequence[Tensor],
+    starts: Sequence[int],
+    copies: Sequence[Tensor | None] | None = None,
 ) -> Callable[[AdamWStep], None]:
     """Returns a function that updates parameters and both moments in place. Elements without a gradient stay as they are.
 
@@ -51,6 +57,8 @@ def prepare_adamw(
     Args:
         parameters: contiguous float32 [n]; exp_avg, exp_avg_sq: likewise, or both bfloat16.
         grads: contiguous float32, of any shape; starts: where the elements of each begin in the flat tensors. They do not overlap.
+        copies: for each gradient what receives its new parameters, rounded to nearest: contiguous, of its shape, all bfloat16 or
+            all float16; or None. None for all: nothing does.
 
     Raises:
         KernelError: a tensor of another shape or dtype than stated, or that is not contiguous; a gradient beyond the end.
@@ -66,19 +74,35 @@ def prepare_adamw(
             raise KernelError(f"{_KERNEL}: a gradient is {grad.dtype} on {grad.device}, expected contiguous float32, as parameters")
         if start < 0 or start + grad.numel() > parameters.numel():
             raise KernelError(f"{_KERNEL}: a gradient covers [{start}, {start + grad.numel()}) of {parameters.numel()} elements")
+    copies = [None] * len(grads) if copies is None else copies
+    dtypes = {x.dtype for x in copies if x is not None}
+    if len(dtypes) > 1:
+        raise KernelError(f"{_KERNEL}: copies of {len(dtypes)} dtypes, expected one")
+    for grad, copy in zip(grads, copies, strict=True):
+        if copy is None:
+            continue
+        expect_tensor(_KERNEL, "a copy", copy, tuple(map(str, grad.shape)), grad.shape, parameters.device)
+        expect_dtype(_KERNEL, "a copy", copy, REDUCED_DTYPES)
+        if not copy.is_contiguous():
+            raise KernelError(f"{_KERNEL}: a copy is not contiguous")
     prepare = prepare_triton if parameters.is_cuda else _prepare
-    update = prepare(parameters, exp_avg, exp_avg_sq, grads, starts)
+    update = prepare(parameters, exp_avg, exp_avg_sq, grads, starts, copies)
     return lambda settings: update(settings.scalars())
 
 
-def launch_forms(device: torch.device, moments_dtype: torch.dtype) -> None:
-    """Launch each form of the kernel with moments of a dtype on a few elements, for compiling it ahead of a run."""
+def launch_forms(device: torch.device, moments_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+    """Launch each form of the kernel with moments of a dtype on a few elements, for compiling it ahead of a run. compute_dtype: of
+    copies, torch.float32: there are none."""
     # memory of their own: of rows of one tensor only the first would be aligned
     parameters, grad = (torch.zeros(8, device=device) for _ in range(2))
     exp_avg, exp_avg_sq = (torch.zeros(8, device=device, dtype=moments_dtype) for _ in range(2))
-    for length in (8, 1):  # aligned, or not
-        update = prepare_triton(parameters, exp_avg, exp_avg_sq, [grad[:length]], [0])
-        update(AdamWStep(1e-3, (0.9, 0.999), 1e-8, 0.0, 1).scalars())
+    # groups without a matmul's weight have none
+    copies = [None] if compute_dtype == torch.float32 else [None, torch.zeros(8, device=device, dtype=compute_dtype)]
+    for copy in copies:
+        for length in (8, 1):  # aligned, or not
+            of_copy = None if copy is None else copy[:length]
+            update = prepare_triton(parameters, exp_avg, exp_avg_sq, [grad[:length]], [0], [of_copy])
+            update(AdamWStep(1e-3, (0.9, 0.999), 1e-8, 0.0, 1).scalars())
 
 
 def _prepare(*tensors_and_starts: Any) -> Callable[[tuple[float, ...]], None]:
@@ -92,10 +116,11 @@ def _adamw_step(
     exp_avg_sq: Tensor,
     grads: Sequence[Tensor],
     starts: Sequence[int],
+    copies: Sequence[Tensor | None],
     scalars: tuple[float, ...],
 ) -> None:
     scale, shrink, b1, b1_rest, b2, b2_rest, root, eps, rate = scalars
-    for grad, start in zip(grads, starts, strict=True):
+    for grad, start, copy in zip(grads, starts, copies, strict=True):
         p, m, v = (x[start : start + grad.numel()] for x in (parameters, exp_avg, exp_avg_sq))
         g = scale * grad.reshape(-1)
         new_m = m.float().mul(b1).add_(g, alpha=b1_rest)
@@ -103,3 +128,5 @@ def _adamw_step(
         p.mul_(shrink).addcdiv_(new_m, new_v.sqrt().mul_(root).add_(eps), value=-rate)
         m.copy_(new_m)
         v.copy_(new_v)
+        if copy is not None:
+            copy.view(-1).copy_(p)

@@ -9,13 +9,19 @@ from torch import Tensor
 from baton.kernels.common.launch_utils import LazyModule
 
 _kernels = LazyModule("baton.kernels.adamw.triton_kernels")
+_types = LazyModule("triton.language")  # dtypes of copies
 
 _BLOCK = 4096  # elements of a program
 _TABLES = 64  # kept: of each group of parameters, and of gradients that lie elsewhere in the next step
 
 
 def prepare_triton(
-    parameters: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grads: Sequence[Tensor], starts: Sequence[int]
+    parameters: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grads: Sequence[Tensor],
+    starts: Sequence[int],
+    copies: Sequence[Tensor | None],
 ) -> Callable[[tuple[float, ...]], None]:
     """As `op.prepare_adamw`, which checks the arguments; the function takes `AdamWStep.scalars`."""
     lengths, addresses = tuple(x.numel() for x in grads), tuple(x.data_ptr() for x in grads)
@@ -24,15 +30,18 @@ def prepare_triton(
         return lambda scalars: None
     device = parameters.device
     flat = (parameters.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr())
-    whole = 16 // exp_avg.element_size()  # numbers in 16 bytes, of the narrowest type
-    aligned = all(x % 16 == 0 for x in (*flat, *addresses)) and all(n % whole == 0 for n in (*starts, *lengths))
-    tables = _addresses(addresses, device), *_places(tuple(starts), lengths, device)
-    kept = list(grads)  # the kernel has no more than their addresses
+    copied_to = tuple(0 if x is None else x.data_ptr() for x in copies)
+    copied = next((str(x.dtype).removeprefix("torch.") for x in copies if x is not None), None)
+    whole = 16 // exp_avg.element_size()  # numbers in 16 bytes, of the narrowest type of what is read
+    aligned = all(x % 16 == 0 for x in (*flat, *addresses, *copied_to)) and all(n % whole == 0 for n in (*starts, *lengths))
+    tables = _addresses(addresses, device), _addresses(copied_to, device), *_places(tuple(starts), lengths, device)
+    kept = [*grads, *copies]  # the kernel has no more than their addresses
 
     @torch.no_grad()
     def update(scalars: tuple[float, ...]) -> None:
         _kernels.adamw_kernel[(programs,)](
-            parameters, exp_avg, exp_avg_sq, *tables, *scalars, ALIGNED=aligned, BE=_BLOCK, num_warps=8
+            parameters, exp_avg, exp_avg_sq, *tables, *scalars,
+            COPIED=None if copied is None else getattr(_types, copied), ALIGNED=aligned, BE=_BLOCK, num_warps=8,
         )  # fmt: skip
         kept.clear()
 

@@ -17,15 +17,16 @@ SETTINGS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SCALE = 0.3
 
 
-def operators(*tensors_and_starts):
+def operators(*tensors_and_starts, copies=None):
     *tensors, settings = tensors_and_starts
-    prepare_adamw(*tensors)(settings)
+    prepare_adamw(*tensors, copies)(settings)
 
 
-def kernel(*tensors_and_starts):
+def kernel(*tensors_and_starts, copies=None):
     *tensors, settings = tensors_and_starts
-    with reached_by_address(*tensors[3]):
-        prepare_triton(*tensors)(settings.scalars())
+    copies = [None] * len(tensors[3]) if copies is None else copies
+    with reached_by_address(*tensors[3], *(x for x in copies if x is not None)):
+        prepare_triton(*tensors, copies)(settings.scalars())
 
 
 def fragments(shapes, gap):
@@ -92,17 +93,39 @@ def test_moments_in_bfloat16_are_rounded_to_nearest_behind_the_step(run, shapes)
         assert relative_error(moment.double(), exact) > 1e-4, "it is rounded"
 
 
+@pytest.mark.parametrize("run", [operators, kernel])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shapes", "gap"), [([(64, 96), (8,), (4096,)], 0), ([(33, 251), (7,), (5, 5)], 3)], ids=["even", "odd"])
+def test_copies_are_the_new_parameters_rounded(run, dtype, shapes, gap):
+    """The update is the one without copies to the bit, and one gradient, between two that have a copy, has none."""
+    g = seeded(2)
+    starts, n = fragments(shapes, gap)
+    start = torch.randn(n, generator=g)
+    grads, settings = [torch.randn(s, generator=g).to(DEVICE) for s in shapes], AdamWStep(**SETTINGS, step=2, grad_scale=SCALE)
+    copies = [torch.full(s, torch.nan, dtype=dtype, device=DEVICE) for s in shapes]
+    found, alone = ([start.clone().to(DEVICE), torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE)] for _ in range(2))
+    run(*found, grads, starts, settings, copies=[copies[0], None, copies[2]])
+    run(*alone, grads, starts, settings)
+    assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+    assert bool(copies[1].isnan().all())
+    for number in (0, 2):
+        updated = found[0][starts[number] : starts[number] + grads[number].numel()].view(shapes[number])
+        assert torch.equal(copies[number], updated.to(dtype))
+
+
 @pytest.mark.parametrize("moments_dtype", [torch.float32, torch.bfloat16])
-def test_both_forms_are_launched_for_compiling_them_ahead(moments_dtype, monkeypatch):
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_all_forms_are_launched_for_compiling_them_ahead(moments_dtype, compute_dtype, monkeypatch):
     launched = []
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *tensors, ALIGNED, **sizes: launched.append(ALIGNED)
+            return lambda *tensors, ALIGNED, COPIED, **sizes: launched.append((str(COPIED), ALIGNED))
 
     monkeypatch.setattr(triton_launch, "_kernels", SimpleNamespace(adamw_kernel=Kernel()))
-    launch_forms(torch.device("cpu"), moments_dtype)
-    assert launched == [True, False]
+    launch_forms(torch.device("cpu"), moments_dtype, compute_dtype)
+    copied = ["None"] if compute_dtype == torch.float32 else ["None", "bf16"]
+    assert launched == [(of, aligned) for of in copied for aligned in (True, False)]
 
 
 def test_what_it_refuses():
@@ -114,5 +137,14 @@ def test_what_it_refuses():
     ):
         with pytest.raises(KernelError, match=said):
             prepare_adamw(p, m, v, grads, starts)
+    grad, low = torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bfloat16)
+    for copies, said in (
+        ([torch.zeros(2, 2)], "float32"),
+        ([low.view(4)], "shape"),
+        ([low.T], "contiguous"),
+        ([low, low.half()], "2 dtypes"),
+    ):
+        with pytest.raises(KernelError, match=said):
+            prepare_adamw(p, m, v, [grad] * len(copies), [0] * len(copies), copies)
     with pytest.raises(KernelError, match="exp_avg_sq"):
         prepare_adamw(p, m, torch.zeros(7), [], [])

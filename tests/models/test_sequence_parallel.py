@@ -19,9 +19,9 @@ from baton.models.lm import LanguageModel
 from baton.models.mixer_context import MixerContext
 from baton.models.settings import kinds
 from baton.parallel.param_layout import gather_parameters, initialize_parameters, named_layouts
+from baton.parallel.replicated_parameters import finalize_model_grads
 from baton.parallel.tensor import megatron_config
 from baton.parallel.tensor_group import gather_tokens, tokens_per_rank
-from baton.parallel.zero import finalize_model_grads
 
 MODELS = [*kinds(), "hybrid"]
 

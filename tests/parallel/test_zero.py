@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from baton.parallel import zero
+from baton.parallel.cast_weights import CastWeightCache
 from baton.parallel.param_layout import ParameterLayout, declare
 from baton.parallel.parameter_groups import parameter_groups
+from baton.parallel.replicated_parameters import finalize_model_grads
 
 STEPS = 3
 MICRO_BATCHES = 4
@@ -141,7 +143,7 @@ def drive(mesh, way):
     for step in range(STEPS):
         with engine.gradients():
             accumulate(module, step, range(mesh.data_rank * per_rank, (mesh.data_rank + 1) * per_rank), way, scale=24.0)
-            zero.finalize_model_grads(module, mesh)
+            finalize_model_grads(module, mesh)
             if way == "edit":
                 edit(module)
         norms.append(float(engine.sum_gradients()))
@@ -171,7 +173,7 @@ def drive_bfloat16_moments(mesh):
     for step in range(STEPS):
         with engine.gradients():
             accumulate(module, step, range(mesh.data_rank * per_rank, (mesh.data_rank + 1) * per_rank), "adamw", scale=24.0)
-            zero.finalize_model_grads(module, mesh)
+            finalize_model_grads(module, mesh)
         engine.update(float(engine.sum_gradients()))
     assert {x.dtype for fragment in engine.fragments() for x in (fragment.exp_avg, fragment.exp_avg_sq)} == {torch.bfloat16}
     return [p.detach().clone() for p in module.parameters()], engine.update_norm()
@@ -186,6 +188,58 @@ def test_moments_in_bfloat16_are_the_same_over_ranks_and_near_those_in_float32(p
         apart = torch.linalg.vector_norm(one - float32) / torch.linalg.vector_norm(float32 - start)
         assert 1e-5 < apart < 1e-2
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-3)
+
+
+class Cast(CastWeightCache, nn.Module):
+    compute_dtype = torch.bfloat16
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+
+class CastTwice(nn.Module):
+    """Weights that two modules have, one that is another stage's, and one that nobody casts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(3, 5)) for _ in range(4)]
+        for weight in weights:
+            declare(weight, ParameterLayout((3, 5), init=None, tied_replica=weight is weights[2]))
+        self.first, self.same, self.own, self.replica = (Cast(weights[n]) for n in (0, 0, 1, 2))
+        self.plain = weights[3]
+
+
+def casts(mesh):
+    """After an update: which casts are still there, whether each is its weight's, and whether the update is that without casts."""
+    left = []
+    for cast in (True, False):
+        module = CastTwice()
+        engine = zero.build_engine(module, optimizer_of(module, "adamw"), mesh, 0.5)
+        if engine.stage:
+            engine.create_state()
+            engine._fused = True
+        caches = {name: getattr(module, name) for name in ("first", "same", "own", "replica")}
+        if cast:
+            before = {name: cache.cast_weight() for name, cache in caches.items()}
+        with engine.gradients():
+            sum((p * torch.randn(3, 5)).sum() for p in module.parameters()).backward()
+        engine.update(float(engine.sum_gradients()))
+        if cast:
+            kept = {name for name, cache in caches.items() if cache._cast_weight_cache is before[name]}
+            right = all(torch.equal(cache.cast_weight(), cache.weight.detach().bfloat16()) for cache in caches.values())
+        left.append([p.detach().clone() for p in module.parameters()])
+    return kept, right, all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 1), (1, 2), (2, 1)])
+def test_an_update_leaves_casts_of_the_new_weights(pool, ranks, stage):
+    """One rank's update writes them; of what two modules have, one copy, and none of what another stage updates."""
+    for kept, right, same in pool.run(casts, data=ranks, zero=stage):
+        assert right
+        assert same
+        assert kept == ({"same", "own"} if stage and ranks == 1 else set())
 
 
 def test_the_oracle_sees_a_wrong_scale():
@@ -212,7 +266,7 @@ def test_adapter_answers_what_deepspeed_asks_and_nothing_that_confuses_it(pool):
 def no_gradient(mesh):
     module = TwoOutputs()
     try:
-        zero.finalize_model_grads(module, mesh)
+        finalize_model_grads(module, mesh)
     except RuntimeError as error:
         return str(error)
     return None

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.models import micro_batches, model_of, training
+from support.models import SHARED, micro_batches, model_of, training
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -255,6 +255,63 @@ def test_a_trace_has_the_memory_of_what_is_recorded(single_mesh, monkeypatch):
         train_state.model.embedding.weight[:, 1] = torch.nan
     assert not executor.step(batches, 1e-3).updated
     assert alive == [0]
+
+
+def of_batches(mesh, mixer, recorder, counts):
+    """Losses, norms and parameters of steps of so many micro-batches without a first token; how often passes were recorded; and
+    of which parameters a backward pass replaces the gradient, which is NaN before it."""
+    config = training(compute_dtype="bfloat16")
+    train_state, times = build(model_of(mixer), config, mesh), []
+
+    def counted(device):
+        times.append(device)
+        return recorder(device)
+
+    graphs = None if recorder is None else CudaGraphs(train_state.model, counted)
+    executor, results = StepExecutor(train_state.model, train_state.engine, mesh, cuda_graphs=graphs), []
+    for step, count in enumerate(counts):
+        if graphs is not None and graphs._recorded is not None:
+            added = {gradient.data_ptr() for gradient in graphs._recorded.added}
+            for _, gradient in graphs._recorded.gradients:
+                if gradient.data_ptr() not in added:
+                    gradient.fill_(torch.nan)
+        own = micro_batches(step, 0, 1, 2)[:count]
+        for batch in own:
+            batch.pos.copy_(100 + torch.arange(batch.pos.shape[1]))
+        result = executor.step([cut(b, 24, mesh.device) for b in own], 3e-3)
+        assert result.updated, result
+        results.append((str(result.loss), str(result.grad_norm)))
+    replaced = None
+    if graphs is not None:
+        added = {gradient.data_ptr() for gradient in graphs._recorded.added}
+        replaced = {name for name, p in train_state.model.named_parameters() if p.grad is None} - {
+            name
+            for (name, p), (_, gradient) in zip(train_state.model.named_parameters(), graphs._recorded.gradients, strict=True)
+            if gradient.data_ptr() in added
+        }
+    executor.close()
+    return results, [p.detach().clone() for p in train_state.model.parameters()], len(times), replaced
+
+
+@pytest.mark.parametrize("mixer", ["mamba", *SHARED])  # tied; untied, and with weights that layers share
+@pytest.mark.parametrize("recorder", [Again, OfOperators])
+def test_a_steps_only_backward_pass_replaces_the_gradients_of_weights(single_mesh, mixer, recorder):
+    plain = of_batches(single_mesh, mixer, None, (1, 1, 1))
+    recorded = of_batches(single_mesh, mixer, recorder, (1, 1, 1))
+    assert recorded[0] == plain[0]
+    assert all(torch.equal(a, b) for a, b in zip(recorded[1], plain[1], strict=True))
+    assert recorded[2] == 1
+    weights = {name for name, p in build(model_of(mixer), training(), single_mesh).model.named_parameters() if p.dim() == 2}
+    assert recorded[3] & weights, "matmuls replace what their gradient was"
+
+
+def test_steps_of_other_counts_are_recorded_again_only_where_they_add(single_mesh):
+    counts = (1, 1, 2, 1, 3)
+    plain, recorded = (of_batches(single_mesh, "hybrid", recorder, counts) for recorder in (None, Again))
+    assert recorded[0] == plain[0]
+    assert all(torch.equal(a, b) for a, b in zip(recorded[1], plain[1], strict=True))
+    assert recorded[2] == 2
+    assert recorded[3] == set(), "all gradients are added to"
 
 
 class Stale(OfRoles):

@@ -27,6 +27,7 @@ from baton.parallel.context_parallel import ContextLink, add_gather
 from baton.parallel.param_layout import initialize_parameters, named_layouts
 from baton.parallel.parameter_groups import parameter_groups
 from baton.parallel.pipeline import StepSchedule
+from baton.parallel.replicated_parameters import finalize_model_grads
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.build import make_deterministic
 from baton.training.errors import RunError
@@ -153,7 +154,7 @@ def gradients(mesh, case, scores):
             run_step(mesh, model, batch, schedule, lanes, case.micro_batch_size, wanted)
     finally:
         torch.set_default_dtype(torch.float32)
-    zero.finalize_model_grads(model, mesh)
+    finalize_model_grads(model, mesh)
     owned = {name: p.grad for name, p, layout in named_layouts(model) if not layout.tied_replica}
     for grad in owned.values():
         dist.all_reduce(grad, group=mesh.data_group)

@@ -65,9 +65,10 @@ def compile_run_kernels(
                 for at in {(at.micro_batch_size, at.sequence_length): at for _, at in form.phases}.values():
                     lanes = LaneStates(rank_model, at, mesh) if at.carries_lane_states else None
                     _step(rank_model, at, layout.context, lanes, recorded)
+            compute_dtype = DTYPES[training.compute_dtype_on(META.type)]
             for recurrence in sorted(recorded, key=str):
-                launch(recurrence, META, DTYPES[training.compute_dtype_on(META.type)])
-            adamw.launch_forms(META, DTYPES[training.optimizer.moments_dtype])
+                launch(recurrence, META, compute_dtype)
+            adamw.launch_forms(META, DTYPES[training.optimizer.moments_dtype], compute_dtype)
         finally:
             meshes.shutdown()
     return compiled

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.parallel.mesh import Mesh
 from baton.parallel.param_layout import named_layouts
-from baton.parallel.zero import tied_parameters
+from baton.parallel.replicated_parameters import tied_parameters
 from baton.training.build import TrainState
 from baton.training.errors import RunError
 

@@ -20,6 +20,7 @@ from baton.data_pipeline.packing import Batch
 from baton.models.lm import LanguageModel
 from baton.parallel.cast_weights import CastWeightCache
 from baton.parallel.context_parallel import StateObserver
+from baton.parallel.linear import overwriting
 from baton.parallel.pipeline import Kind, Operation, StepSchedule
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.step.fixed_passes import FixedPasses, Role, role_of
@@ -45,7 +46,8 @@ class _Saved:
 class _RecordedGraphs:
     """The recorded passes and what they read and write.
 
-    replays: by kind of operation and role. gradient_segments: of the schedule. read: addresses of the parameters.
+    replays: by kind of operation and role. gradient_segments: of the schedule. read: addresses of the parameters. added: the
+    gradients that a backward pass adds to; it replaces the others. once: it does, so a step has one backward pass.
     """
 
     recorder: GraphRecorder
@@ -56,6 +58,8 @@ class _RecordedGraphs:
     lanes: LaneStates | None
     copies: Sequence[tuple[CastWeightCache, Tensor]]
     gradients: Sequence[tuple[nn.Parameter, Tensor]]
+    added: Sequence[Tensor]
+    once: bool
     read: tuple[int, ...]
     observer: StateObserver | None
 
@@ -76,13 +80,15 @@ class CudaGraphs:
         scale: factor of the losses; a tensor [] if the host need not know it.
 
         The first call records, and so does a call with segments of another shape, with more or fewer of them that a gradient goes
-        through, with another observer of the States that pass between ranks, or after a parameter has moved to other memory.
+        through, with another observer of the States that pass between ranks, with several backward passes where only steps of one
+        were recorded, or after a parameter has moved to other memory.
         """
         found, like = self._recorded, batches[0].segment(0, schedule.segments)
-        if found is None or not self._still_fits(found, like, schedule, lanes):
+        once = [operation.kind for operation in schedule.operations(0, 1, len(batches))].count("backward") == 1
+        if found is None or not self._still_fits(found, like, schedule, lanes, once):
             found = None  # gives its memory back first
             self.release()
-            found = self._recorded = self._record(like, schedule, lanes)
+            found = self._recorded = self._record(like, schedule, lanes, once)
         # dropped, since the weight has changed
         stale = [(module, copy) for module, copy in found.copies if module._cast_weight_cache is not copy]
         if stale:
@@ -101,8 +107,11 @@ class CudaGraphs:
         if recorded is not None:
             recorded.recorder.release()
 
-    def _still_fits(self, recorded: _RecordedGraphs, like: Batch[Tensor], schedule: StepSchedule, lanes: LaneStates | None) -> bool:
+    def _still_fits(
+        self, recorded: _RecordedGraphs, like: Batch[Tensor], schedule: StepSchedule, lanes: LaneStates | None, once: bool
+    ) -> bool:
         same_form = recorded.gradient_segments == schedule.gradient_segments and recorded.lanes is lanes
+        same_form = same_form and (once or not recorded.once)
         same_shape = recorded.passes.inputs[0].shape == like.tokens.shape
         return same_form and same_shape and recorded.observer is self._observer() and recorded.read == self._addresses()
 
@@ -114,7 +123,7 @@ class CudaGraphs:
     def _addresses(self) -> tuple[int, ...]:
         return tuple(p.data_ptr() for p in self._parameters)
 
-    def _record(self, like: Batch[Tensor], schedule: StepSchedule, lanes: LaneStates | None) -> _RecordedGraphs:
+    def _record(self, like: Batch[Tensor], schedule: StepSchedule, lanes: LaneStates | None, once: bool) -> _RecordedGraphs:
         model, recorder = self._model, self._recorder(like.tokens.device)
         gradients = [(p, torch.zeros_like(p)) for p in model.parameters() if p.requires_grad]
         for p, gradient in gradients:
@@ -129,6 +138,15 @@ class CudaGraphs:
             for operation in operations
             for role in [role_of(operation.segment, schedule)]
         }
+        added = {p for p, _ in gradients}
+
+        def replace_gradients(run: Run) -> None:
+            with overwriting(p for p, _ in gradients) as outdated:
+                run()
+                added.intersection_update(outdated)
+
+        if once:
+            runs |= {key: partial(replace_gradients, run) for key, run in runs.items() if key[0] == "backward"}
 
         def each() -> None:
             for run in runs.values():
@@ -149,12 +167,15 @@ class CudaGraphs:
         read, observer = self._addresses(), self._observer()
         if observer is not None:
             observer.start()  # without the pass that was warming up
-        return _RecordedGraphs(recorder, passes, replays, saved, together, lanes, copies, gradients, read, observer)
+        of_sums = [gradient for p, gradient in gradients if p in added]
+        return _RecordedGraphs(
+            recorder, passes, replays, saved, together, lanes, copies, gradients, of_sums, once, read, observer
+        )  # fmt: skip
 
 
 def _reset_buffers(recorded: _RecordedGraphs) -> None:
     recorded.passes.total.zero_()
-    torch._foreach_zero_([gradient for _, gradient in recorded.gradients])
+    torch._foreach_zero_(list(recorded.added))
     for p, gradient in recorded.gradients:
         p.grad = gradient.detach()  # another tensor over the same memory: an optimizer may give its own other memory
 

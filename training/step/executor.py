@@ -18,10 +18,10 @@ from torch import Tensor
 from baton.data_pipeline.packing import Batch
 from baton.models.lm import LanguageModel
 from baton.parallel import zero
-from baton.parallel.cast_weights import caches_of, drop_cast_weights
 from baton.parallel.linear import fused_grad_accumulation
 from baton.parallel.mesh import Mesh
 from baton.parallel.pipeline import StepSchedule
+from baton.parallel.replicated_parameters import broadcast_tied, finalize_model_grads
 from baton.training.bptt.lane_states import LaneStates
 from baton.training.errors import RunError
 from baton.training.monitoring.anomaly_detection import AnomalyDetector
@@ -91,7 +91,6 @@ class StepExecutor:
             cuda_graphs,
         )
         self.compute_update_norm = False  # whether steps compute the norm of the parameters' change
-        self._cast_weights = caches_of(model)  # a walk through all modules takes as long as an update of few parameters
 
     def close(self) -> None:
         """Free the recorded CUDA graphs. Called behind the last step too, before the process groups are destroyed."""
@@ -154,8 +153,7 @@ class StepExecutor:
             if self.lanes is not None:
                 self.lanes.zero_touched()
         elif not anomalies:
-            zero.broadcast_tied(self.model, self.mesh)
-            drop_cast_weights(self._cast_weights)
+            broadcast_tied(self.model, self.mesh)
             if detector is not None:
                 detector.record(loss, norm)
         update, updated = None, not anomalies
@@ -186,7 +184,7 @@ class StepExecutor:
             self._wait_for_sends()
             if trace is not None:
                 trace.check_loss(runner.total)
-            zero.finalize_model_grads(self.model, self.mesh)
+            finalize_model_grads(self.model, self.mesh)
             total = runner.total
             dist.all_reduce(total, group=self.mesh.data_group)
             if self.mesh.pipeline is not None:
