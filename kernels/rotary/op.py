@@ -1,9 +1,10 @@
 """Rotary position embeddings: the public function, which selects an implementation.
 
 Angles are float64 and only their cosine and sine are rounded: at position 1e6 a float32 angle would be off by 0.06. They are
-computed once for the queries and keys of all heads; on a GPU nothing else in memory is wider than x.
+computed once for the queries and keys of all heads, on a GPU by one kernel, and nothing else in memory is wider than x.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -48,11 +49,11 @@ def rotary(q: Tensor, k: Tensor, pos: Tensor, rates: Sequence[float], *, magnitu
     expect_positions(_KERNEL, pos, batch, length, q.device)
     if not 0 < 2 * len(rates) <= dim:
         raise KernelError(f"{_KERNEL}: rates are those of {len(rates)} pairs, expected 1 to {dim // 2} of {dim} channels")
+    if use_triton(q):
+        return rotary_triton(q, k, pos, _on(tuple(rates), q.device, math.pi / 2), magnitude)
     dtype = torch.promote_types(q.dtype, torch.float32)
     angles_BTP = pos.to(torch.float64).unsqueeze(-1) * _on(tuple(rates), q.device)
     cos, sin = ((magnitude * x).to(dtype) for x in (angles_BTP.cos(), angles_BTP.sin()))
-    if use_triton(q):
-        return rotary_triton(q, k, cos, sin)
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
 
@@ -64,6 +65,6 @@ def _turned(x: Tensor, cos_BTP: Tensor, sin_BTP: Tensor) -> Tensor:
 
 
 @cache
-def _on(rates: tuple[float, ...], device: torch.device) -> Tensor:
-    """The rates, float64; shared by all layers."""
-    return torch.tensor(rates, dtype=torch.float64, device=device)
+def _on(rates: tuple[float, ...], device: torch.device, unit: float = 1.0) -> Tensor:
+    """The rates in this unit of radians, float64; shared by all layers."""
+    return torch.tensor(rates, dtype=torch.float64, device=device) / unit

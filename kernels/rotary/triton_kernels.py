@@ -13,6 +13,33 @@ import triton.language as tl
 
 # for all lengths the same: a few tokens are looked at before a run's first step, and decoding has one
 @triton.jit(do_not_specialize=["T"])
+def rotary_angles_kernel(
+    pos, quarters, cos, sin, T, magnitude,
+    P: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """cos, sin [T, P], float32: of the angles pos[t] * quarters[p], which are counted in quarters of a turn, times magnitude.
+
+    Angles are float64 until whole quarters are taken off. Of what is left, at most pi / 4, Taylor's series has float32's digits.
+    """
+    t, p = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, BP)
+    inside = (t < T)[:, None] & (p < P)[None, :]
+    position = tl.load(pos + t, mask=t < T, other=0).to(tl.float64)
+    angle = position[:, None] * tl.load(quarters + p, mask=p < P, other=0.0)[None, :]
+    whole = tl.floor(angle + 0.5)
+    x = ((angle - whole) * 1.5707963267948966).to(tl.float32)
+    square = x * x
+    of_sin = x + x * square * (-1 / 6 + square * (1 / 120 + square * (-1 / 5040 + square * (1 / 362880))))
+    of_cos = 1.0 + square * (-1 / 2 + square * (1 / 24 + square * (-1 / 720 + square * (1 / 40320 - square * (1 / 3628800)))))
+    quarter = (whole.to(tl.int64) & 3).to(tl.int32)
+    odd = (quarter & 1) == 1
+    cosine, sine = tl.where(odd, of_sin, of_cos), tl.where(odd, of_cos, of_sin)
+    cosine, sine = tl.where((quarter == 1) | (quarter == 2), -cosine, cosine), tl.where(quarter >= 2, -sine, sine)
+    at = t[:, None] * P + p[None, :]
+    tl.store(cos + at, cosine * magnitude, mask=inside)
+    tl.store(sin + at, sine * magnitude, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
 def rotary_kernel(
     x, cos, sin, y, T, x_batch, x_row, x_head, y_batch, y_row, y_head,
     H: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BACK: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr,

@@ -20,6 +20,7 @@ from baton.kernels.compile.aot import on_gpu
 _kernels = LazyModule("baton.kernels.rotary.triton_kernels")
 
 _ENTRIES = 4096  # of a program
+_ANGLES = 1024  # of a program
 
 
 def use_triton(x: Tensor) -> bool:
@@ -27,10 +28,22 @@ def use_triton(x: Tensor) -> bool:
     return on_gpu(x) and x.dtype != torch.float64
 
 
-def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As `op.rotary`, which checks the arguments. cos, sin: of the angles, float32 [B, T, pairs]."""
-    found: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos.contiguous(), sin.contiguous())
+def rotary_triton(q: Tensor, k: Tensor, pos: Tensor, quarters: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    """As `op.rotary`, which checks the arguments. quarters: rates in quarters of a turn, float64 [pairs]."""
+    found: tuple[Tensor, Tensor] = _Rotary.apply(q, k, *launch_angles(pos, quarters, magnitude))
     return found
+
+
+def launch_angles(pos: Tensor, quarters: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of pos [B, T] times quarters of a turn, float64 [pairs]; times magnitude, float32 [B, T, pairs]."""
+    pairs = len(quarters)
+    cos, sin = (torch.empty(*pos.shape, pairs, dtype=torch.float32, device=pos.device) for _ in range(2))
+    in_block = launch_utils.next_power_of_2(pairs)
+    block = max(1, _ANGLES // in_block)
+    _kernels.rotary_angles_kernel[(-(-pos.numel() // block),)](
+        pos.contiguous(), quarters, cos, sin, pos.numel(), magnitude, P=pairs, BT=block, BP=in_block, num_warps=4
+    )  # fmt: skip
+    return cos, sin
 
 
 @cache

@@ -121,6 +121,20 @@ def test_gradients_of_both_are_columns_of_one_tensor(use_triton):
     assert dq.stride() == dk.stride() == (5 * 30, 30, 6, 1)
 
 
+@pytest.mark.parametrize("pairs", [1, 5, 64])
+def test_angles_are_float64s(use_triton, pairs):
+    """At borders of quarters, where sine and cosine are exact or change places, and far away on either side. Both are within a unit
+    or two in the last place of 1."""
+    quarters = torch.tensor([0.25 * 3**i / 7**i for i in range(pairs)], dtype=torch.float64)
+    pos = torch.cat((torch.arange(-9, 40), torch.tensor([10**6 + 1, 2**31 - 2, 2**31 - 1, -(2**31)])))[None]
+    for given in (pos, pos.int()):
+        cos, sin = (x.double().cpu() for x in on_gpus.launch_angles(given.to(DEVICE), quarters.to(DEVICE), 1.5))
+        angles = pos.double()[..., None] * quarters * (math.pi / 2)
+        assert float((cos - 1.5 * angles.cos()).abs().max()) <= 2.5e-7
+        assert float((sin - 1.5 * angles.sin()).abs().max()) <= 2.5e-7
+        assert torch.equal(cos[0, 9], torch.full((pairs,), 1.5, dtype=torch.float64)), "of position 0"
+
+
 def test_one_of_both_alone_has_its_gradient(use_triton):
     q, k = (torch.randn(1, 5, 2, 6, device=DEVICE, requires_grad=True) for _ in range(2))
     pos = at(1, 5, 100)

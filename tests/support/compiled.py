@@ -681,13 +681,17 @@ def _scale_kernels():
 def _rotary_kernels():
     """With heads as in Transformer++, and one alone, wider and of no power of two."""
     from baton.kernels.rotary import triton_kernels
-    from baton.kernels.rotary.triton_launch import launch_sizes
+    from baton.kernels.rotary.triton_launch import _ANGLES, launch_sizes
 
     for name, heads, dim, pairs in (("rotary", 32, 64, 32), ("rotary, one head", 1, 160, 80), ("rotary, a quarter", 16, 256, 32)):
         sizes = {**launch_sizes(heads, dim, pairs)}
         warps, types = sizes.pop("num_warps"), dict.fromkeys(("cos", "sin"), "fp32")
         yield f"{name} forward", triton_kernels.rotary_kernel, {**sizes, "BACK": False}, warps, types
         yield f"{name} backward", triton_kernels.rotary_kernel, {**sizes, "BACK": True}, warps, types
+    types = {"quarters": "fp64", "cos": "fp32", "sin": "fp32", "magnitude": "=fp32"}
+    for kind in ("i32", "i64"):
+        sizes = {"P": 64, "BT": _ANGLES // 64, "BP": 64}
+        yield f"rotary angles, {kind}", triton_kernels.rotary_angles_kernel, sizes, 4, {**types, "pos": kind}
 
 
 def _mamba3_kernels():
@@ -769,15 +773,19 @@ def _embedding_kernels():
 
 
 def _adamw_kernels():
-    """With addresses for loads of 16 bytes, and without; and with moments in bfloat16."""
+    """With addresses for loads of 16 bytes, and without; with moments in bfloat16; each with copies and without."""
+    import triton.language as tl
+
     from baton.kernels.adamw import triton_kernels, triton_launch
 
     types = dict.fromkeys(("parameters", "exp_avg", "exp_avg_sq"), "fp32") | dict.fromkeys(("owners", "firsts"), "i32")
-    types |= dict.fromkeys(("grads", "starts", "lengths"), "i64")
+    types |= dict.fromkeys(("grads", "copies", "starts", "lengths"), "i64")
     types |= dict.fromkeys(("shrink", "b1", "b1_rest", "b2", "b2_rest", "root", "rate"), "=fp32")
     halved = types | dict.fromkeys(("exp_avg", "exp_avg_sq"), "bf16")
-    for name, aligned, of in (("adamw", True, types), ("adamw, unaligned", False, types), ("adamw, bfloat16", True, halved)):
-        yield name, triton_kernels.adamw_kernel, {"ALIGNED": aligned, "BE": triton_launch._BLOCK}, 8, of
+    forms = (("adamw", True, types), ("adamw, unaligned", False, types), ("adamw, bfloat16", True, halved))
+    for (name, aligned, of), copied in itertools.product(forms, (None, tl.bfloat16)):
+        sizes = {"COPIED": copied, "ALIGNED": aligned, "BE": triton_launch._BLOCK}
+        yield name + (", copied" if copied else ""), triton_kernels.adamw_kernel, sizes, 8, of
 
 
 def _kernels(arch):
