@@ -87,7 +87,9 @@ def linear(
         sum_group: ranks whose y are summed, overlapped with the product; the gradient is y's on every rank. y has one part then.
             None: no sum.
         return_input: also return x first, for other readers of it: their gradient is the starting value of the input gradient's
-            matmul, where autograd would add two tensors.
+            matmul, where autograd would add two tensors. Within `fused_grad_accumulation` the sum is written over it, so readers
+            must be operators that make a new tensor for their input's gradient and hand it to nothing else, as a matmul does, and
+            an addition does not.
 
     Returns:
         y [.., size] of each part, in x's dtype; the parts are views of one tensor.
@@ -137,7 +139,7 @@ class _Linear(torch.autograd.Function):
         for_x, for_weight = ctx.needs_input_grad[:2]
         sums: list[Any] = []
         if for_x:
-            dx, sums = _input_gradient(dx, runs, weight, x, ctx.group)
+            dx, sums = _input_gradient(dx, runs, weight, x, ctx.group, overwrite=_adding)
         dweight = _weight_gradient(ctx.parameter, runs, x) if for_weight else None
         if sums:
             with reported_wait(describe_collective("all_reduce", ctx.group)):
@@ -218,24 +220,28 @@ class _Sum(torch.autograd.Function):
 
 
 def _input_gradient(
-    dx: Tensor | None, runs: Sequence[tuple[int, Tensor]], weight: Tensor, x: Tensor, group: Any
+    before: Tensor | None, runs: Sequence[tuple[int, Tensor]], weight: Tensor, x: Tensor, group: Any, *, overwrite: bool
 ) -> tuple[Tensor, list[Any]]:
-    """The input's gradient of all runs, added to dx, which must not be changed in place; and the sums over the group that are under
-    way."""
-    total, sums = torch.empty_like(x, memory_format=torch.contiguous_format).view(-1, weight.shape[1]), []
-    before = None if dx is None else dx.reshape(total.shape)
+    """The input's gradient of all runs, added to what was there before; and the sums over the group that are under way. overwrite:
+    it may be written over `before`, which is copied otherwise: matmuls of PyTorch do not add to one tensor and write to another."""
+    if before is not None and overwrite and before.is_contiguous():
+        total = before.reshape(-1, weight.shape[1])
+    else:
+        total = torch.empty_like(x, memory_format=torch.contiguous_format).view(-1, weight.shape[1])
+        if before is not None:
+            total.copy_(before.reshape(total.shape))
+    # the narrowest first, which costs little more than to write the sum; later it would cost to read and write it
+    runs, sums = sorted(runs, key=lambda run: run[1].shape[1]), []
     for piece in _pieces(len(total), group):
         into = total[piece]
         for number, (begin, dy) in enumerate(runs):
             matrix = weight[begin : begin + dy.shape[1]]
-            if number:
+            if number or before is not None:
                 into.addmm_(dy[piece], matrix)
-            elif before is None:
-                torch.mm(dy[piece], matrix, out=into)
             else:
-                torch.addmm(before[piece], dy[piece], matrix, out=into)
-        if not runs:
-            into.zero_() if before is None else into.copy_(before[piece])
+                torch.mm(dy[piece], matrix, out=into)
+        if not runs and before is None:
+            into.zero_()
         if group is not None:
             sums.append(dist.all_reduce(into, group=group, async_op=True))
     return total.view(x.shape), sums

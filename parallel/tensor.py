@@ -62,11 +62,18 @@ class ColumnParallelLinear(CastWeightCache, tensor_parallel.ColumnParallelLinear
         self.local_splits = tuple(rows // config.tensor_model_parallel_size for _, rows in fused_splits)
         declare(self.weight, ParameterLayout((out_features, in_features), init, split=0, fused_splits=tuple(fused_splits)))
 
-    def forward(self, x: Tensor, split_sizes: Sequence[int] | None = None) -> Tensor | tuple[Tensor, ...]:
-        """split_sizes: columns of this rank per part of y; the parts' gradients need not be concatenated."""
-        group = self.tp_group if self.allreduce_dgrad else None
-        parts = linear(x.to(self.compute_dtype), self.weight, self.cast_weight(), split_sizes=split_sizes, group=group)
-        return parts if split_sizes is not None else parts[0]
+    def forward(
+        self, x: Tensor, split_sizes: Sequence[int] | None = None, return_input: bool = False
+    ) -> Tensor | tuple[Tensor, ...]:
+        """split_sizes: columns of this rank per part of y; the parts' gradients need not be concatenated. return_input: also return
+        x in the compute dtype, before the parts, for other readers of it, see `linear`."""
+        x, group = x.to(self.compute_dtype), self.tp_group if self.allreduce_dgrad else None
+        # a gradient that is summed over the group must not begin with another one, which every rank has whole
+        fused = return_input and group is None
+        found = linear(x, self.weight, self.cast_weight(), split_sizes=split_sizes, group=group, return_input=fused)
+        if return_input:
+            return found if fused else (x, *found)
+        return found if split_sizes is not None else found[0]
 
 
 class RowParallelLinear(CastWeightCache, tensor_parallel.RowParallelLinear):

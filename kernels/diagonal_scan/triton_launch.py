@@ -330,7 +330,7 @@ class _ScanLaunch:
             dfinal_states = self.combine(decay, self.transitions_backward(dy), dfinal_states, reverse=True)[0]
         dx, ddt, dz = (None if like is None else self.empty(batch, length, channels, like=like) for like in (x, dt, z))
         dA = None if A is None else self.empty(batch * self.num_splits, channels, d_state)
-        dD, ddt_bias = (self.empty(batch * self.num_splits, channels) for _ in range(2))
+        dD, ddt_bias = sums = self.empty(2, batch * self.num_splits, channels)
         block_d, block_n = self.config.block_d_backward, self.options["BLOCK_N"]
         blocks = -(-channels // block_d)
         scratch = self.empty(batch * self.num_splits * blocks, self.config.checkpoint_interval // block_t, block_d, block_n)
@@ -344,6 +344,7 @@ class _ScanLaunch:
             BLOCK_D=block_d, WARP_SUMS=self.warp_sums(block_t),
         )  # fmt: skip
         dB, dC = dbc_partial.sum(0, dtype=torch.float32).unbind(2)
+        dD, ddt_bias = sums.sum(1)
         return (
             dinitial_state,
             dx,
@@ -351,9 +352,9 @@ class _ScanLaunch:
             None if A is None or dA is None else dA.sum(0).to(A.dtype),
             dB.to(B.dtype),
             dC.to(C.dtype),
-            dD.sum(0).to(D.dtype),
+            dD.to(D.dtype),
             dz,
-            None if dt_bias is None else ddt_bias.sum(0).to(dt_bias.dtype),
+            None if dt_bias is None else ddt_bias.to(dt_bias.dtype),
         )
 
 

@@ -39,7 +39,7 @@ class GLA(Mixer, settings=GLAConfig):
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
         _, d_key, d_value = self.config.head_sizes(self.context.d_model)
-        q, k, v, *gate = self.in_proj(x_BTM, self.in_proj.local_splits)
+        x_BTM, q, k, v, *gate = self.in_proj(x_BTM, self.in_proj.local_splits, return_input=True)
         code_BTR = self.code_proj.for_own_heads(self.code_proj(x_BTM))
         # fp32 from the bias on, and in the log domain: bf16 has no values between 0.996 and 1
         g = log_sigmoid(self.decay_proj(code_BTR), bias=self.decay_bias, divisor=self.config.gate_logit_normalizer)

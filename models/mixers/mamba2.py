@@ -52,12 +52,16 @@ class Mamba2(Mixer, settings=Mamba2Config):
     def forward(
         self, x_BTM: Tensor, pos_BT: Tensor, state: State | None, forward_context: ForwardContext = LOCAL
     ) -> tuple[Tensor, State]:
-        z, x, dt, *own_bc = self.in_proj(x_BTM, self.in_proj.local_splits)
-        bc = own_bc[0] if own_bc else self.bc_proj(x_BTM)
+        several = self.config.n_groups > 1
+        if several:
+            z, x, dt, bc = self.in_proj(x_BTM, self.in_proj.local_splits)
+        else:
+            x_BTM, z, x, dt = self.in_proj(x_BTM, self.in_proj.local_splits, return_input=True)
+            bc = self.bc_proj(x_BTM)
         tails = (None, None) if state is None else ({"conv": state["conv_x"]}, {"conv": state["conv_bc"]})
         x, conv_x = self.run_recurrence(_CONV, (x, self.conv_weight, self.conv_bias), pos_BT, tails[0], forward_context)
         bc, conv_bc = self.run_recurrence(_CONV, (bc, self.bc_conv_weight, self.bc_conv_bias), pos_BT, tails[1], forward_context)
-        bc = bc if own_bc else self.bc_proj.for_own_heads(bc)
+        bc = bc if several else self.bc_proj.for_own_heads(bc)
         B_BTGN, C_BTGN = bc.unflatten(2, (-1, 2, self.config.d_state)).unbind(3)
         # the bias is added in fp32: in bf16 its rounding would change the step sizes in steps of 3 %
         dt_BTH = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)

@@ -64,7 +64,10 @@ class Mamba3(Mixer, settings=Mamba3Config):
         config, precise = self.config, self.dt_bias.dtype
         # with a link the initial State may come from another rank, and the recurrence runs again anyway
         selective = self.context.selective_recompute and forward_context.link is None
-        z_BTD, x_BTD, dt_BTH, A_BTH, lam_BTH, *own_bc = self.in_proj(x_BTM, self.in_proj.local_splits)
+        dtype = x_BTM.dtype
+        x_BTM, z_BTD, x_BTD, dt_BTH, A_BTH, lam_BTH, *own_bc = self.in_proj(
+            x_BTM, self.in_proj.local_splits, return_input=True
+        )  # fmt: skip
         bc = own_bc[0] if own_bc else self.bc_proj.for_own_heads(self.bc_proj(x_BTM))
         B_BTGJN, C_BTGJN = bc.unflatten(2, (-1, 2, *config.ranks, config.d_state)).unbind(3)
         angle_BTR = self.angle_proj.for_own_heads(self.angle_proj(x_BTM))
@@ -73,8 +76,8 @@ class Mamba3(Mixer, settings=Mamba3Config):
         A_BTH = F.softplus(A_BTH.to(precise)).clamp(min=config.A_floor)
         inputs = (
             x_BTD.unflatten(2, (-1, config.head_dim)),
-            self.B_norm(B_BTGJN, x_BTM.dtype),
-            self.C_norm(C_BTGJN, x_BTM.dtype),
+            self.B_norm(B_BTGJN, dtype),
+            self.C_norm(C_BTGJN, dtype),
             dt_BTH,
             -A_BTH * dt_BTH,
             torch.sigmoid(lam_BTH.to(precise)),

@@ -1,5 +1,6 @@
 """Linear layers compared with float64 autograd: split outputs, a shared input, accumulation of gradients in place."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from baton.parallel import linear as linears
-from baton.parallel.linear import accumulate_product, fused_grad_accumulation, linear
+from baton.parallel.linear import accumulate_product, fused_grad_accumulation, linear, overwriting, take_outdated
 
 WIDTHS = (7, 3, 2, 5, 1)
 SOME_READ = ((True,) * 5, (True, False, True, True, True), (False, False, True, False, False))
@@ -78,6 +79,51 @@ def test_gradients_are_added_where_they_are(monkeypatch, dtype, read, narrow):
     assert relative(parameter.grad, total) <= {torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
     assert parameter.grad.dtype == torch.float32
     assert len(places) == 1
+
+
+@pytest.mark.parametrize("lies", ["whole", "of wider rows"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_returned_input_is_written_over_only_within_a_step(dtype, fused, lies):
+    """A reader's gradient becomes the sum where it lies, if that is one piece of memory; outside of steps it stays as it is."""
+    x, parameter, dy, dx = case(dtype)
+    given = dx.clone() if lies == "whole" else torch.full((2, 3, 9), torch.nan, dtype=dtype)[..., 2:6].copy_(dx)
+    (exact, _), leaf = expected(x, parameter, dy, dx, (True,) * 5, True), x.detach().requires_grad_()
+
+    class Reader(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, _):
+            return given
+
+    found, *parts = linear(leaf * 1, parameter, parameter.detach().to(dtype), split_sizes=WIDTHS, return_input=True)
+    with fused_grad_accumulation() if fused else nullcontext():
+        torch.autograd.backward([Reader.apply(found), *parts], [torch.ones((), dtype=dtype), *dy.split(WIDTHS, dim=-1)])
+    limit = {torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
+    assert relative(leaf.grad, exact) <= limit
+    assert relative(given, exact if fused and lies == "whole" else dx.double()) <= limit
+
+
+@pytest.mark.parametrize("narrow", [1, 100])
+@pytest.mark.parametrize("read", SOME_READ)
+@pytest.mark.parametrize("known", [False, True])
+def test_what_gradients_hold_is_replaced_where_it_does_not_count(monkeypatch, narrow, read, known):
+    """Of the parameters that are named, once, whatever parts are read; a second use of the weight in the pass adds."""
+    monkeypatch.setattr(linears, "_NARROW", narrow)
+    x, parameter, dy, dx = case(torch.float32)
+    other, kept = nn.Parameter(torch.ones(3)), torch.full_like(parameter, torch.nan if known else 1.0)
+    parameter.grad = kept
+    with fused_grad_accumulation(), overwriting([other, *([parameter] if known else [])]) as outdated:
+        for _ in range(2):
+            run(x, parameter, dy, dx, read, False)
+        assert set(outdated) == {other}
+    assert not take_outdated(other), "and no longer"
+    _, exact = expected(x, parameter, dy, dx, read, False)
+    assert relative(parameter.grad, 2 * exact + (0 if known else 1)) <= 1e-6
+    assert parameter.grad.data_ptr() == kept.data_ptr()
 
 
 @pytest.mark.parametrize("adjacent", [((1, 2),), ((0, 1, 2), (3, 4)), ((0, 1), (1, 2))])
