@@ -157,7 +157,7 @@ def _with_equal_strides(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # of one sequence the distance to the next one is not read: the first rows of a longer history are as good
     own = int(batch == 1)
     as_they_are = all(x.stride()[own:] == (rows * row, row, dim, 1)[own:] for x in (k, v)) and row >= groups * dim
-    return (k, v) if as_they_are else (k.contiguous(), v.contiguous())
+    return (k, v) if as_they_are else (launch_utils.contiguous_by_words(k), launch_utils.contiguous_by_words(v))
 
 
 def _adjacent(k: Tensor | None, v: Tensor | None) -> bool:
