@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.compare import relative_error
-from support.long_form import alternating
+from support.long_form import alternating, some
 from support.recurrences import positions, seeded
 from torch.nn.functional import pad
 
@@ -219,7 +219,7 @@ def check_recurrence(shape, dtype, limit):
 
 @pytest.mark.parametrize(
     ("inputs", "groups"),
-    [(1, 2), (2, 1), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((1, 1), (2, 2), (3, 1), (3, 2), (4, 1)))],
+    some([(inputs, groups) for inputs in (1, 2, 3, 4) for groups in (1, 2)], [(2, 1), (4, 2)]),
 )
 def test_the_operator_with_these_kernels_is_the_loop(inputs, groups, monkeypatch):
     """Around the CPU's gated linear attention."""
