@@ -380,6 +380,7 @@ LAYOUTS = [LayoutConfig(tensor=2), *(LayoutConfig(context=2, context_comm=comm) 
 PLAIN, *OTHERS = [*((form, ALONE) for form in FORMS), *(({}, layout) for layout in LAYOUTS)]
 # mamba goes through all of them, a mixer of each other family through one beside the plain form
 FAMILIES = "gla", "bmojo", "lattice", "gated_delta_net", "attention"
+OFTEN = "mamba", *FAMILIES, "gsa", "mamba3", "rwkv7", "channel_mix", "swiglu"  # of each kind of recurrence and of State
 met = {
     name: OTHERS if LONG or name == "mamba" else [OTHERS[FAMILIES.index(name)]] if name in FAMILIES else [] for name in kinds()
 }
@@ -387,6 +388,8 @@ for name, settings, (changes, layout) in (
     (name, settings, case) for name, settings in kinds().items() for case in (PLAIN, *met[name])
 ):
     if (layout.context > 1 or "bptt" in changes) and settings.small().state_grows:
+        continue
+    if not LONG and name not in OFTEN:
         continue
     if name in BY_OPERATORS and (changes or layout.context_comm != "ring"):
         continue

@@ -131,7 +131,8 @@ def resident(folder, saves):
     return store._staging._memory.nbytes, seen
 
 
-@pytest.mark.parametrize("saves", [20, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.long  # that two saves have the memory of one is tested above
+@pytest.mark.parametrize("saves", [20, 100])
 def test_resident_memory_is_flat_over_saves(tmp_path, saves):
     """Saves that are written while the run trains on, in a process of their own, whose allocator keeps nothing to itself."""
     environment = {**os.environ, **ALLOCATOR, "PYTHONPATH": str(Path(__file__).parents[1])}
