@@ -12,6 +12,7 @@ import torch
 from support import grid
 
 SHORT = grid.one_each(grid.IN_SHORT, grid.with_every_pair())
+ALWAYS = grid.one_each(grid.ALWAYS, grid.with_every_pair())
 ALL = grid.selection(grid.IN_SHORT)
 
 
@@ -24,7 +25,8 @@ def compared(pool, layout, mixers, precision="float32"):
 @pytest.mark.parametrize(
     ("layout", "mixers"),
     [
-        *((layout, (model,)) for layout, model in SHORT.items()),
+        *((layout, (model,)) for layout, model in ALWAYS.items() if SHORT[layout] != model),
+        *(pytest.param(x, (model,), marks=() if ALWAYS[x] == model else pytest.mark.long) for x, model in SHORT.items()),
         *(pytest.param(*case, marks=pytest.mark.long) for case in ALL.items()),
     ],
     ids=str,
@@ -92,6 +94,8 @@ def test_every_two_values_meet_in_the_short_run_and_every_value_meets_every_mixe
         chosen = [layout for layout, models in ALL.items() if model in models]
         assert set().union(*map(grid.values, chosen)) == set().union(*map(grid.values, grid.LAYOUTS))
     assert set(SHORT.values()) == set(grid.IN_SHORT)
+    assert set(ALWAYS.values()) == set(grid.ALWAYS)
+    assert set(ALWAYS) == set(SHORT)
     assert mixers_of(grid.IN_SHORT) == mixers_of(grid.IN_BFLOAT16)
     others = mixers_of(grid.MIXERS) - mixers_of(grid.IN_SHORT)
     assert others - mixers_of(IN_LONG) == {"ttt"}
