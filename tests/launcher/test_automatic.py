@@ -42,10 +42,10 @@ def chosen(config, capacity=None, **more):
     "words",
     [
         [],
-        ["training.micro_batch_size=1"],
-        ["layout.tensor=4"],
+        pytest.param(["training.micro_batch_size=1"], marks=pytest.mark.long),
+        pytest.param(["layout.tensor=4"], marks=pytest.mark.long),
         ["model=lattice-1.3b"],
-        ["model=gsa-1.3b"],
+        pytest.param(["model=gsa-1.3b"], marks=pytest.mark.long),
         ["training.bptt={mode: exact, segment: 256}"],
     ],
 )

@@ -102,7 +102,7 @@ def with_refusals(mesh):
 REFUSED_ON = [{"data": 2, "zero": 0}, {"data": 2}, {"data": 2, "zero": 2}, {"tensor": 2}, {"pipeline": 2, "data": 2}]
 
 
-@pytest.mark.parametrize("layout", some(REFUSED_ON, REFUSED_ON[::4]), ids=str)
+@pytest.mark.parametrize("layout", some(REFUSED_ON, REFUSED_ON[4:]), ids=str)
 def test_a_refused_step_changes_nothing_and_the_next_ones_are_as_without_it(pool, layout):
     for (with_them, without_them), same in pool.run(with_refusals, **layout):
         assert with_them == without_them

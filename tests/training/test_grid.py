@@ -68,7 +68,7 @@ STAGES, SPANS = grid.Layout(2, 2, 2, 1), grid.Layout(1, 1, 4, 2)
     ("layout", "mixer"),
     [
         (STAGES, "gsa"),
-        (SPANS, "lattice"),
+        pytest.param(SPANS, "lattice", marks=pytest.mark.long),
         *(pytest.param(STAGES, mixer, marks=pytest.mark.long) for mixer in ("mamba", "longhorn", "lattice", "bmojo")),
         *(pytest.param(SPANS, mixer, marks=pytest.mark.long) for mixer in ("mamba", "longhorn", "gsa", "bmojo")),
     ],
