@@ -53,7 +53,7 @@ test-slurm:  ## the long forms on a SLURM of four nodes that the tests start on 
 signals:  ## SIGTERM and SIGUSR1 at 200 random moments of training on a CPU; keeps its log
 	@scripts/setup.sh test
 	@set -o pipefail; { echo "$$ make signals   ($$(git describe --always --dirty), $$(nproc) cores, load before $$(cut -d' ' -f1 /proc/loadavg))"; \
-	$(PYTEST) -v --no-header --disable-warnings -m long --timeout 3600 -rP tests/slurm/test_signals.py 2>&1; } | tee tests/slurm/signals.log
+	$(PYTEST) -v --no-header --disable-warnings -m long -k 200 --timeout 3600 -rP tests/slurm/test_signals.py 2>&1; } | tee tests/slurm/signals.log
 
 soak:  ## 22 minutes of faults, one a minute in the mean, on the same SLURM; goodput, and every second accounted for
 	@scripts/setup.sh test

@@ -97,8 +97,8 @@ def page(exact, low, free) -> str:
 
 PAGE_TEXT = """# The equality grid
 
-Written by `make grid`; `make test` runs a part of it in which every mixer meets every value of the factors and
-every combination of them a mixer.
+Written by `make grid`; `make test` runs a part of it in which every two values of the factors meet, with a model of each
+family of recurrences; in `make test-long` every model meets every value of the factors, and every combination of them a model.
 
 A cell trains a small model for {steps} steps (packed documents of unequal length, {accumulation} or more micro-batches a step,
 clipping active, AdamW) on CPU processes with gloo, through megatron-core's layers, DeepSpeed and the executor. It is compared with

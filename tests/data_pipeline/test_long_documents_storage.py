@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 import psutil
 import pytest
+from support.long_form import some
 
 from baton.data_pipeline import dataset as module
 from baton.data_pipeline import remote
@@ -55,7 +56,7 @@ print(json.dumps([read(folder) for folder in sys.argv[3:]]))
 
 
 @pytest.mark.parametrize(
-    ("content", "powers"), [("tokens", (20, 22)), ("text", (19, 21)), pytest.param("text", (20, 22), marks=pytest.mark.long)]
+    ("content", "powers"), some([("tokens", (20, 22)), ("text", (19, 21)), ("text", (20, 22))], [("tokens", (20, 22))])
 )
 def test_memory_does_not_grow_with_the_document(content, powers, write_dataset, tokenizer, texts, tmp_path):
     """A document of 2^16 tokens (to load everything), then one of so many and one of four times as many, at a context of 4096."""

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import webdataset
+from support.long_form import alternating
 
 from baton.data_pipeline.dataset import Dataset
 from baton.data_pipeline.errors import DataError
@@ -73,7 +74,7 @@ def test_megatrons_documents_are_those_of_its_reader(megatron, ids, take, tokeni
     assert take(megatron.parent, shard_bytes=10**9) == ids
 
 
-@pytest.mark.parametrize(("suffix", "dtype"), [("bin", "uint16"), ("bin", "uint32"), ("npy", "uint16"), ("npy", "uint32")])
+@pytest.mark.parametrize(("suffix", "dtype"), alternating(["bin", "npy"], ["uint16", "uint32"]))
 def test_flat_arrays_are_cut_at_the_separator_wherever_pieces_begin(ids, take, tokenizer, tmp_path, suffix, dtype):
     flat = np.array([i for document in ids for i in [*document, tokenizer.eod_id]], dtype)
     path = tmp_path / f"flat.{suffix}"

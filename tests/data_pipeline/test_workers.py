@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from support.long_form import alternating
 from support.runs import DEADLINE_S
 
 from baton.data_pipeline.dataset import Dataset
@@ -81,8 +82,7 @@ def clean():
     assert shared(os.getpid()) == before
 
 
-@pytest.mark.parametrize("content", ["text", "tokens"])
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize(("workers", "content"), alternating([1, 2, 3, 4], ["text", "tokens"]))
 def test_rows_and_cursors_are_those_without_workers(content, workers, dataset, tokens, tokenizer, clean):
     data = dataset if content == "text" else tokens
     with open_stream(data, tokenizer, 0) as plain, open_stream(data, tokenizer, workers) as stream:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.compare import relative_error
+from support.long_form import alternating
 from support.memory import LargestTensor
 from support.recurrences import gradients, law, positions, seeded, seeds
 from torch import Tensor
@@ -370,8 +371,7 @@ def test_what_is_prepared_serves_every_state_and_is_not_rounded_by_autocast(vari
             assert torch.equal(found[1]["S"], expected[1]["S"])
 
 
-@every_variant
-@either_projection
+@pytest.mark.parametrize(("project", "variant"), alternating([True, False], VARIANTS))
 def test_nothing_of_the_size_of_all_expanded_tokens_is_ever_allocated(variant, project):
     batch, length, heads, d, m = 2, 512, 3, 32, 32
     leaves = _leaves(_arguments(17, batch, length, heads, d, m, torch.float32))

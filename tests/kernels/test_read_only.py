@@ -201,7 +201,7 @@ def test_definitions_of_recurrences_only_read(recurrence: Recurrence, layout: st
     check_passes(partial(run, recurrence, "reference"), *example(recurrence, CPU, 3, start=True), layout)
 
 
-@pytest.mark.parametrize(("recurrence", "layout"), alternating(EVERY, ALL_LAYOUTS, 4), ids=str)
+@pytest.mark.parametrize(("recurrence", "layout"), alternating(EVERY, ALL_LAYOUTS, len(ALL_LAYOUTS)), ids=str)
 def test_passes_of_recurrences_only_read(recurrence: Recurrence, layout: str):
     start = ALL_LAYOUTS.index(layout) // 2 % 2 == 0
     check_passes(partial(run, recurrence, "run"), *example(recurrence, CPU, 5, start=start), layout)

@@ -92,7 +92,7 @@ def test_inverses_are_made_block_by_block(chunk):
     compare((1, 70, 1, 9, 5), config, gate="scalar" if chunk == 64 else "key", starts=chunk == 64)
 
 
-@pytest.mark.parametrize("gate", some(GATES, ("none", "key")))
+@pytest.mark.parametrize("gate", some(GATES, ("key",)))
 def test_a_sequence_is_walked_in_pieces(gate):
     """Two pieces of five chunks and one of three, of what is written in columns of two programs; documents start in some."""
     config = replace(SMALL, target_programs=8)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.bfloat16 import products_of_bfloat16
 from support.compare import relative_error, worst
+from support.long_form import some
 from support.recurrences import gradients, positions, seeded
 
 from baton.kernels.delta_rule.triton_launch import LaunchConfig as DeltaRuleLaunchConfig
@@ -87,7 +88,7 @@ CHUNKS = DeltaRuleLaunchConfig(chunk=16, x=16, y=16, values=16, values_backward=
 """Eight tokens in each, which the kernels take as two."""
 
 
-@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize("starts", some([False, True], [True]))
 @pytest.mark.parametrize("sizes", [(2, 19, 2, 5, 11), (1, 1, 3, 17, 2)], ids=str)
 def test_chunks_are_the_definition(sizes, starts):
     compare(sizes, CHUNKS, starts=starts, op=generalized_delta_rule_chunks_triton)

@@ -33,7 +33,7 @@ def empty_is_nan(monkeypatch):
         ("scalar", 5, 2, 40, 9, True),  # three blocks of d_key, and a last part of one head
         ("scalar", 3, 8, 17, 37, True),  # all heads in one part, three blocks of d_value
         pytest.param("scalar", 2, 1, 16, 33, False, marks=pytest.mark.long),
-        ("none", 5, 3, 33, 18, True),
+        pytest.param("none", 5, 3, 33, 18, True, marks=pytest.mark.long),
         pytest.param("none", 3, 4, 9, 40, False, marks=pytest.mark.long),
     ],
 )

@@ -1,9 +1,11 @@
 """Mamba-3's kernels for heads with several inputs, in Triton against PyTorch in float64; on a CPU the kernels are interpreted."""
 
+import itertools
+
 import pytest
 import torch
 from support.compare import relative_error
-from support.long_form import alternating
+from support.long_form import alternating, some
 from support.recurrences import positions, seeded
 from torch.nn.functional import pad
 
@@ -117,7 +119,12 @@ def test_angles_of_many_turns():
 
 WIDTHS = pytest.mark.parametrize(
     ("shape", "dtype"),
-    alternating([(2, 30, 3, 2, 17), (1, 270, 5, 3, 8), (3, 1, 2, 4, 3), (1, 140, 2, 4, 64), (1, 20, 2, 1, 5)], LIMITS),
+    some(
+        list(
+            itertools.product([(2, 30, 3, 2, 17), (1, 270, 5, 3, 8), (3, 1, 2, 4, 3), (1, 140, 2, 4, 64), (1, 20, 2, 1, 5)], LIMITS)
+        ),
+        [((2, 30, 3, 2, 17), torch.float32), ((1, 270, 5, 3, 8), torch.bfloat16), ((3, 1, 2, 4, 3), torch.float32)],
+    ),
     ids=str,
 )
 """batch, length, heads, inputs, width: odd ones, and more tokens than a run has."""
@@ -219,7 +226,7 @@ def check_recurrence(shape, dtype, limit):
 
 @pytest.mark.parametrize(
     ("inputs", "groups"),
-    [(1, 2), (2, 1), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((1, 1), (2, 2), (3, 1), (3, 2), (4, 1)))],
+    some([(inputs, groups) for inputs in (1, 2, 3, 4) for groups in (1, 2)], [(2, 1), (4, 2)]),
 )
 def test_the_operator_with_these_kernels_is_the_loop(inputs, groups, monkeypatch):
     """Around the CPU's gated linear attention."""

@@ -11,7 +11,9 @@ from support.long_form import some
 from support.measured_costs import (
     BATCH,
     EXCHANGED,
+    FAMILIES,
     GATHERED,
+    GATHERED_OFTEN,
     HANDED_ON,
     LIVING_WITH,
     ODD_SEQUENCE_LENGTH,
@@ -204,7 +206,7 @@ def test_activations_are_what_autograd_keeps(measured, variant, compute_dtype):
     assert counted == pytest.approx(measured["saved"][f"{variant} {compute_dtype}"], rel=0.03)
 
 
-@pytest.mark.parametrize("variant", RECOMPUTED)
+@pytest.mark.parametrize("variant", some(RECOMPUTED, SHARED_OFTEN))
 @pytest.mark.parametrize(("recompute", "residual_dtype"), LIVING_WITH)
 def test_what_lives_after_forward_is_activations_and_states(measured, variant, recompute, residual_dtype):
     arithmetic = Arithmetic(run_of(variant, compute_dtype="bfloat16", residual_dtype=residual_dtype))
@@ -378,7 +380,11 @@ def test_what_a_gpus_kernels_keep_besides(monkeypatch):
 
 @pytest.mark.parametrize(
     ("variant", "compute_dtype", "recompute", "residual_dtype"),
-    [(variant, *settings) for variant in EXCHANGED for settings in sent_with(variant)],
+    [
+        pytest.param(variant, *settings, marks=[] if variant in FAMILIES else pytest.mark.long)
+        for variant in EXCHANGED
+        for settings in sent_with(variant)
+    ],
 )
 def test_tensor_ranks_exchange_what_is_counted(measured, variant, compute_dtype, recompute, residual_dtype):
     assert_exchanged(measured, variant, compute_dtype, recompute, residual_dtype)
@@ -526,10 +532,10 @@ def test_stages_keep_as_many_micro_batches_as_their_schedule_has_ahead():
             assert one.in_flight == most
 
 
-@pytest.mark.parametrize("variant", some(HANDED_ON, GATHERED))
+@pytest.mark.parametrize("variant", some(HANDED_ON, GATHERED_OFTEN))
 def test_sequence_ranks_hand_on_what_is_counted(variant):
-    """Of all recurrences; of all variants in the long form."""
-    measured = measured_costs.measured("quick" if variant in GATHERED else "long")
+    """Of a mixer of each family; of all variants in the long form."""
+    measured = measured_costs.measured("quick" if variant in GATHERED_OFTEN else "long")
     arithmetic = Arithmetic(run_of(variant, context=2))
     exchange = exchanges(arithmetic)
     names = {"right": "States: to the next rank", "left": "cotangents: to the rank before"}
@@ -539,7 +545,7 @@ def test_sequence_ranks_hand_on_what_is_counted(variant):
     assert kept == pytest.approx(measured["saved of a segment"][variant], rel=0.03)
 
 
-@pytest.mark.parametrize("variant", GATHERED)
+@pytest.mark.parametrize("variant", some(GATHERED, GATHERED_OFTEN))
 def test_sequence_ranks_gather_what_is_counted(measured, variant):
     """Of a rank in the middle: what linear recurrences gather, and what the others hand on all the same."""
     exchange = exchanges(Arithmetic(run_of(variant, context=SPANS, context_comm="all_gather")))

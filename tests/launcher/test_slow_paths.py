@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.long_form import alternating
 from support.measured_costs import VARIANTS, run_of
 from support.operators import Counted
 
@@ -55,8 +56,7 @@ def test_settings_say_what_their_recurrences_say(variant, single_mesh):
     assert said == carried - {None}
 
 
-@pytest.mark.parametrize("forget", [False, True])
-@pytest.mark.parametrize("settings", SPARSE, ids=str)
+@pytest.mark.parametrize(("settings", "forget"), alternating(SPARSE, [False, True]), ids=str)
 def test_operators_and_memory_traffic_of_a_token_are_those_counted(settings, forget):
     recurrence = Lattice(**settings, forget=forget, sparse=True)
 

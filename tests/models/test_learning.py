@@ -84,6 +84,7 @@ LEARNERS = {
 SHORT = ("mamba",)
 
 
+@pytest.mark.long  # tests/training/test_gradient_reach.py always has a model that learns to recall
 @pytest.mark.parametrize("mixer", SHORT)
 def test_it_learns_to_recall(single_mesh, mixer):
     settings, task = LEARNERS[mixer]

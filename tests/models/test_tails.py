@@ -71,7 +71,8 @@ def test_a_span_of_the_longest_tail_is_enough_and_one_token_less_is_not(variant,
         if not enough(recurrence, inputs, T):
             continue  # what enters always reaches what leaves, however long the span: no tail
         # a span of no tokens is no span
-        needs[number, recurrence.name] = next(n for n in range(1, T + 1) if enough(recurrence, inputs, n))
-        assert all(enough(recurrence, inputs, n) == (n >= needs[number, recurrence.name]) for n in range(1, T + 1))
+        forgotten = [enough(recurrence, inputs, n) for n in range(1, T + 1)]
+        needs[number, recurrence.name] = least = forgotten.index(True) + 1
+        assert forgotten == [n >= least for n in range(1, T + 1)]
     longest = max(needs.values(), default=0)
     assert settings.longest_tail == longest or (settings.longest_tail, longest) == (0, 1), needs

@@ -72,13 +72,15 @@ def test_every_mixers_outputs_and_gradients_are_the_same(mixer, entered):
 
 
 EVERY_WAY = {"bmojo", "hybrid"}
-"""Models that the default suite runs in each of the ways; the others only where layers are run again."""
+"""Models that the default suite runs in each of the ways."""
+ONE_WAY = {"attention", "gated_delta_net", "gla", "lattice", "ttt"}
+"""Those that it runs where layers are run again: one of each family of recurrences. Every mixer is compared above."""
 
 
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        pytest.param(kind, how, marks=[] if how == "full" or kind in EVERY_WAY else pytest.mark.long)
+        pytest.param(kind, how, marks=[] if kind in EVERY_WAY or (how == "full" and kind in ONE_WAY) else pytest.mark.long)
         for kind in [*kinds(), "hybrid"]
         for how in ("none", "selective", "full")
     ],

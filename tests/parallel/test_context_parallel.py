@@ -7,6 +7,7 @@ from functools import cache, partial
 import pytest
 import torch
 from support.compare import relative_error
+from support.long_form import some
 from support.recurrences import positions, seeded
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +27,9 @@ from baton.parallel.tensor import megatron_config
 B, T = 2, 53  # spans of eight ranks are as long as the longest tail, and not all of one length
 STATEFUL = [kind for kind, settings in kinds().items() if not settings.small().state_grows]
 HALVES = STATEFUL[::2], STATEFUL[1::2]
-"""Each of some tests' forms has one of them; the long form has every mixer in every form."""
+FAMILIES = ["mamba", "gla", "gated_delta_net", "lattice", "bmojo", "attention"]
+"""A mixer of each family of recurrences, and those with messages of a kind of their own: in each test's forms. Gathered effects are
+those of every mixer, and so is every form in the long form."""
 CPU = torch.device("cpu")
 
 
@@ -187,8 +190,9 @@ def names_of(kinds):
 @pytest.mark.parametrize(
     ("ranks", "carried", "names"),
     [
-        (2, False, HALVES[0][::2]),
-        (3, True, HALVES[1]),
+        (3, True, FAMILIES),
+        pytest.param(2, False, HALVES[0][::2], marks=pytest.mark.long),
+        pytest.param(3, True, HALVES[1], marks=pytest.mark.long),
         pytest.param(2, False, STATEFUL, marks=pytest.mark.long),
         *(pytest.param(n, True, STATEFUL, marks=pytest.mark.long) for n in (2, 3, 4, 8)),
     ],
@@ -207,8 +211,9 @@ def test_ranks_are_segments_bit_for_bit(pool, single_mesh, ranks, carried, names
 @pytest.mark.parametrize(
     ("ranks", "segments", "options", "names"),
     [
-        (2, 2, {}, HALVES[0][1::2]),
-        (2, 2, {"at_once": False, "recompute": True}, HALVES[1][::2]),
+        (2, 2, {"at_once": False, "recompute": True}, FAMILIES[:4]),
+        pytest.param(2, 2, {}, HALVES[0][1::2], marks=pytest.mark.long),
+        pytest.param(2, 2, {"at_once": False, "recompute": True}, HALVES[1][::2], marks=pytest.mark.long),
         pytest.param(2, 2, {}, STATEFUL, marks=pytest.mark.long),
         pytest.param(2, 2, {"recompute": True}, STATEFUL, marks=pytest.mark.long),
         pytest.param(3, 2, {"at_once": False, "recompute": True}, STATEFUL, marks=pytest.mark.long),
@@ -297,8 +302,9 @@ def test_what_waits_for_the_next_segment_takes_no_more_memory_than_it_needs(sing
 @pytest.mark.parametrize(
     ("ranks", "segments", "options", "names"),
     [
-        (3, 1, {}, HALVES[0][::2]),
-        (2, 2, {"recompute": True}, HALVES[1][1::2]),
+        (2, 2, {"recompute": True}, FAMILIES[:3]),
+        pytest.param(3, 1, {}, HALVES[0][::2], marks=pytest.mark.long),
+        pytest.param(2, 2, {"recompute": True}, HALVES[1][1::2], marks=pytest.mark.long),
         pytest.param(3, 1, {}, STATEFUL, marks=pytest.mark.long),
         pytest.param(2, 2, {"recompute": True}, STATEFUL, marks=pytest.mark.long),
     ],
@@ -313,7 +319,7 @@ def test_effects_sent_early_fold_to_the_same_bits(pool, single_mesh, ranks, segm
         assert_as_counted(rows, alone(kind, True, ranks * segments), kind)
 
 
-@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("kind", some(STATEFUL, HALVES[0]))
 def test_sent_early_or_when_it_has_run_is_the_same_to_rounding(single_mesh, kind):
     early, relayed = (by_hand(kind, True, torch.float64, 3, exchange) for exchange in ("early", "ring"))
     for part in ("y", "dx", "dentering", "parameters"):
@@ -347,7 +353,9 @@ def test_gathering_gives_way_to_the_relay_over_segments(pool, single_mesh):
     assert_same_messages(rows, alone("mamba", True, 4), "mamba")
 
 
-@pytest.mark.parametrize("names", [HALVES[1], pytest.param(STATEFUL, marks=pytest.mark.long)], ids=names_of)
+@pytest.mark.parametrize(
+    "names", [FAMILIES, *(pytest.param(x, marks=pytest.mark.long) for x in (HALVES[1], STATEFUL))], ids=names_of
+)
 def test_ranks_are_the_whole_sequence(pool, single_mesh, names):
     """In float64, to rounding: cutting changes neither outputs nor gradients."""
     results = pool.run(on_a_rank, names, True, torch.float64, context=3)
@@ -445,7 +453,9 @@ def leaking(mesh, names):
     return results
 
 
-@pytest.mark.parametrize("names", [HALVES[0], pytest.param(STATEFUL, marks=pytest.mark.long)], ids=names_of)
+@pytest.mark.parametrize(
+    "names", [FAMILIES, *(pytest.param(x, marks=pytest.mark.long) for x in (HALVES[0], STATEFUL))], ids=names_of
+)
 def test_nothing_leaks_into_a_document_from_the_one_before(pool, names):
     """Bit for bit forwards and exactly zero backwards, where documents straddle ranks."""
     results = pool.run(leaking, names, context=4)

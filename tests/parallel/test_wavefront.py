@@ -192,7 +192,7 @@ def nominal(case, backward):
 def jobs():
     """(number of a case, segments); test_order.py has the order of the long ones too."""
     for n, case in enumerate(CASES):
-        often = case.kind in ("lattice", "mamba", "bmojo") or (case.kind, case.exchange) == ("gated_delta_net", "early")
+        often = case.kind in ("lattice", "bmojo") or (case.kind, case.exchange) in (("mamba", "ring"), ("gated_delta_net", "early"))
         name = f"{case.kind}-{case.exchange}-1"
         yield pytest.param(n, 1, id=name, marks=() if often else pytest.mark.long)
     yield pytest.param(0, 3, id=f"{CASES[0].kind}-{CASES[0].exchange}-3")

@@ -80,7 +80,10 @@ def alive(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("moments", [3, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "moments",
+    [2, pytest.param(3, marks=pytest.mark.long), pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])],
+)
 def test_signals_at_any_moment(corpus, tmp_path, moments):
     """A rank that stops waits for the others at a step boundary, so a signal to one of them ends all. Moments after a run's end do
     not count."""

@@ -40,8 +40,11 @@ IN_BFLOAT16 = tuple(
 )
 """Those that `make grid` trains in bfloat16 as well."""
 IN_SHORT = ("decays", "gates", "deltas", "hybrid", "full_attention", "matrices", "bmojo", "mamba")
-"""Models of the short form. A layer of every mixer of IN_BFLOAT16 is in one of them; layers of the others are in the models
-"groups", "ablated", "rwkv", "finch" and "baselines", but ttt, which tests/models/test_sequence_parallel.py has in float64."""
+"""Models of which each meets every value in the long form. A layer of every mixer of IN_BFLOAT16 is in one of them; layers of the
+others are in the models "groups", "ablated", "rwkv", "finch" and "baselines", but ttt, which tests/models/test_sequence_parallel.py
+has in float64."""
+ALWAYS = ("gla", "gated_delta_net", "lattice", "hybrid", "full_attention", "bmojo", "mamba")
+"""Those of the default run: a model of each family of recurrences."""
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "bfloat16 residual": 1e-2}
 PRECISIONS = {
     "float32": {"compute_dtype": "float32"},

@@ -83,6 +83,10 @@ LIVING_WITH = [("none", "float32"), ("full", "bfloat16")]
 SENT_WITH = [("float32", "none", "float32"), ("bfloat16", "full", "float32"), ("bfloat16", "none", "bfloat16")]
 
 
+FAMILIES = ("mamba", "gla", "gated_delta_net", "lattice", "attention", "swiglu")
+"""A mixer of each family of recurrences, and what has none: over tensor ranks the others are in the long form alone."""
+
+
 def sent_with(variant):
     """All of them for some mixers, one for the others, which the long form measures with all as well."""
     return SENT_WITH if variant in RECOMPUTED[:2] else SENT_WITH[1:2]
@@ -131,10 +135,12 @@ def _with_recurrences_of_their_own():
 
 
 GATHERED = _with_recurrences_of_their_own()
+GATHERED_OFTEN = [variant for variant in GATHERED if variant in (*FAMILIES, "bmojo", "ttt")]
+"""Those that are not in the long form alone: a mixer of each family, and the two with several recurrences."""
 SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPTT if bptt == "truncated" or variant == "gla"]
 LONG_OVER_RANKS = [("bmojo", "truncated"), ("lattice", "truncated")]
 """Those that take longest are in the long form."""
-SEGMENTED_OFTEN = [(variant, bptt) for variant in ("mamba", "gla") for bptt in BPTT]
+SEGMENTED_OFTEN = [("mamba", "exact"), ("gla", "truncated"), ("mamba", "cut")]
 """Those on one rank that are not in the long form alone."""
 
 # every two values of the three meet
@@ -181,8 +187,9 @@ def measured(form):
 
 def measure(form):
     """Print, as JSON, what the variants' models keep and send on one rank, and what a step sends of ZeRO and of stages. form:
-    "quick", or "long", in which all mixers send with each of SENT_WITH, all of HANDED_ON hand on, all of SHARED share a residual
-    stream, and all of SEGMENTED are measured with each of BPTT, over ranks, and with keys that are offloaded in each form."""
+    "quick", or "long", in which all of RECOMPUTED live, all mixers send with each of SENT_WITH, all of HANDED_ON hand on, all of
+    GATHERED are gathered, all of SHARED share a residual stream, and all of SEGMENTED are measured with each of BPTT, over ranks,
+    and with keys that are offloaded in each form."""
     import gc
 
     import torch
@@ -303,7 +310,7 @@ def measure(form):
     mesh = meshes.initialize(run_of("mamba").layout, device=torch.device("cpu"), rank=0, store=None)
     results["saved"] = {f"{v} {p}": saved(*model_of(v, p, "none", 1), read) for v, p in SAVED_WITH}
     results["living"] = {}
-    for variant, (recompute, residual_dtype) in itertools.product(RECOMPUTED, LIVING_WITH):
+    for variant, (recompute, residual_dtype) in itertools.product(RECOMPUTED if form == "long" else SHARED_OFTEN, LIVING_WITH):
         model, known = model_of(variant, "bfloat16", recompute, 1, residual_dtype=residual_dtype)
         with Living() as living:
             kept = model(read.tokens, read.pos)
@@ -322,7 +329,7 @@ def measure(form):
 
     mesh = meshes.initialize(run_of("mamba", tensor=2).layout, device=torch.device("cpu"), rank=0, store=None)
     results["sent"], read = {}, batch(SENT_SEQUENCE_LENGTH)
-    for variant in EXCHANGED:
+    for variant in EXCHANGED if form == "long" else FAMILIES:
         for compute_dtype, recompute, residual_dtype in SENT_WITH if form == "long" else sent_with(variant):
             model, _ = model_of(variant, compute_dtype, recompute, 2, residual_dtype=residual_dtype)
             with Sent() as sent:
@@ -364,7 +371,7 @@ def measure(form):
         mesh = meshes.initialize(run_of("mamba", context=2).layout, device=torch.device("cpu"), rank=rank, store=None)
         results["saved of a segment"] = {}
         span = slice(rank * SEQUENCE_LENGTH // 2, (rank + 1) * SEQUENCE_LENGTH // 2)
-        for variant in HANDED_ON if form == "long" else GATHERED:
+        for variant in HANDED_ON if form == "long" else GATHERED_OFTEN:
             mesh.link.sent.clear()
             model = LanguageModel(run_of(variant).model, link=mesh.link)
             initialize_parameters(model, 0, 0, 1)
@@ -378,7 +385,7 @@ def measure(form):
     layout = run_of("mamba", context=SPANS, context_comm="all_gather").layout
     mesh = meshes.initialize(layout, device=torch.device("cpu"), rank=1, store=None)
     results["gathered"], span = {}, slice(SEQUENCE_LENGTH // SPANS, 2 * SEQUENCE_LENGTH // SPANS)
-    for variant in GATHERED:
+    for variant in GATHERED if form == "long" else GATHERED_OFTEN:
         mesh.link.sent.clear()
         model = LanguageModel(run_of(variant).model, link=mesh.link)
         initialize_parameters(model, 0, 0, 1)

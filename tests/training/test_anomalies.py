@@ -102,7 +102,7 @@ def with_refusals(mesh):
 REFUSED_ON = [{"data": 2, "zero": 0}, {"data": 2}, {"data": 2, "zero": 2}, {"tensor": 2}, {"pipeline": 2, "data": 2}]
 
 
-@pytest.mark.parametrize("layout", some(REFUSED_ON, REFUSED_ON[::4]), ids=str)
+@pytest.mark.parametrize("layout", some(REFUSED_ON, REFUSED_ON[4:]), ids=str)
 def test_a_refused_step_changes_nothing_and_the_next_ones_are_as_without_it(pool, layout):
     for (with_them, without_them), same in pool.run(with_refusals, **layout):
         assert with_them == without_them
@@ -335,19 +335,27 @@ def skipped(folder):
     return [place for cursor in manifest.cursors.values() for place in cursor["skipped"]]
 
 
-def test_rollback_leaves_out_the_one_document_and_the_run_ends(pool, corpus, tmp_path):
+@pytest.fixture(scope="module")
+def rolled_back(pool, corpus, tmp_path_factory):
+    """The folder of a run on two data ranks that meets both documents, and what its ranks raised."""
+    folder, tokens, _ = corpus
+    place = tmp_path_factory.mktemp("rolled_back")
+    return place, pool.run(run, folder, tokens, place, "rollback", None, STEPS, data=2)
+
+
+def test_rollback_leaves_out_the_one_document_and_the_run_ends(corpus, rolled_back):
     """And a second one that is met before the next checkpoint: the first does not come back."""
-    folder, tokens, victims = corpus
-    assert pool.run(run, folder, tokens, tmp_path, "rollback", None, STEPS, data=2) == [None, None]
-    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
+    (_, _, victims), (place, raised) = corpus, rolled_back
+    assert raised == [None, None]
+    rows = [row for row in read_metrics(place / "metrics.jsonl") if row["kind"] == "train"]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "no step is missing or there twice"
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert [row["step"] for row in rows if "update_norm" in row] == [4, 8, 12, 16]
-    events = read_events(tmp_path)
+    events = read_events(place)
     assert [event["kind"] for event in events] == ["rollback", "rollback"]
     assert sorted(event["documents"] for event in events) == sorted([victim] for victim in victims)
     assert all("comes out of embedding" in event["reason"] for event in events)
-    assert len(skipped(tmp_path)) == 2
+    assert len(skipped(place)) == 2
 
 
 def interrupted_run(mesh, corpus, bad, folder):
@@ -362,12 +370,17 @@ def interrupted_run(mesh, corpus, bad, folder):
 
 
 @pytest.mark.parametrize("layout", some([{"data": 2}, {"tensor": 2}], [{"data": 2}]), ids=str)
-def test_a_run_that_ends_between_a_rollback_and_a_save_leaves_the_documents_out_all_the_same(pool, corpus, tmp_path, layout):
+def test_a_run_that_ends_between_a_rollback_and_a_save_leaves_the_documents_out_all_the_same(
+    pool, corpus, rolled_back, tmp_path, layout
+):
     folder, tokens, victims = corpus
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
     killed.mkdir()
-    pool.run(run, folder, tokens, whole, "rollback", None, STEPS, **layout)
+    if layout == {"data": 2}:
+        whole, _ = rolled_back
+    else:
+        whole.mkdir()
+        pool.run(run, folder, tokens, whole, "rollback", None, STEPS, **layout)
     for _ in victims:
         assert pool.run(interrupted_run, folder, tokens, killed, **layout) == ["interrupted"] * 2
         (killed / "events.jsonl").write_text((killed / "events.jsonl").read_text() + '{"kind": "rollb')  # cut short

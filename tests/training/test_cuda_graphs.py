@@ -180,10 +180,11 @@ def differences(mesh, mixers, recorder, compute_dtype="bfloat16", recompute="non
 @pytest.mark.parametrize(
     ("layout", "mixers"),
     [
-        ({}, ("lattice", "bmojo")),
+        ({}, ("bmojo",)),
+        pytest.param({}, ("lattice", "bmojo"), marks=pytest.mark.long),
         ({"data": 2, "zero": 2}, ("retnet",)),
         *(pytest.param({"data": 2, "zero": zero}, ("hybrid",), marks=pytest.mark.long) for zero in (0, 2)),
-        ({"tensor": 2}, ("longhorn",)),
+        pytest.param({"tensor": 2}, ("longhorn",), marks=pytest.mark.long),
         pytest.param({"tensor": 2}, ("hybrid",), marks=pytest.mark.long),
         ({"context": 2}, ("longhorn",)),
         pytest.param({"context": 2}, ("hybrid",), marks=pytest.mark.long),
@@ -211,7 +212,7 @@ SEGMENTED = (*(kind for kind, settings in kinds().items() if settings.small().se
         (EXACT, "mamba", "none", "OfRoles", 5),
         (ALL, "linear_attention", "none", "OfOperators", 5),
         (SOME, "attention", "full", "OfOperators", 5),
-        (ONE, "retnet", "none", "OfOperators", 5),
+        pytest.param(ONE, "retnet", "none", "OfOperators", 5, marks=pytest.mark.long),
         *(
             pytest.param(bptt, mixer, recompute, recorder, 5, marks=pytest.mark.long)
             for mixer in SEGMENTED
@@ -434,15 +435,18 @@ if LONG:
     comms.append("early")
 LAYOUTS = [LayoutConfig(tensor=2), *(LayoutConfig(context=2, context_comm=comm) for comm in comms)]
 PLAIN, *OTHERS = [*((form, ALONE) for form in FORMS), *(({}, layout) for layout in LAYOUTS)]
-# mamba goes through all of them, every second other mixer through one beside the plain form
+# mamba goes through all of them, a mixer of each other family through one beside the plain form
+FAMILIES = "gla", "bmojo", "lattice", "gated_delta_net", "attention"
+OFTEN = "mamba", *FAMILIES, "gsa", "mamba3", "rwkv7", "channel_mix", "swiglu"  # of each kind of recurrence and of State
 met = {
-    name: OTHERS if LONG or name == "mamba" else [OTHERS[number // 2 % len(OTHERS)]] * (number % 2)
-    for number, name in enumerate(sorted(kinds(), key=lambda name: kinds()[name].small().state_grows))
+    name: OTHERS if LONG or name == "mamba" else [OTHERS[FAMILIES.index(name)]] if name in FAMILIES else [] for name in kinds()
 }
 for name, settings, (changes, layout) in (
     (name, settings, case) for name, settings in kinds().items() for case in (PLAIN, *met[name])
 ):
     if (layout.context > 1 or "bptt" in changes) and settings.small().state_grows:
+        continue
+    if not LONG and name not in OFTEN:
         continue
     if name in BY_OPERATORS and (changes or layout.context_comm != "ring"):
         continue

@@ -90,7 +90,7 @@ def whole(model, values):
     ("mixer", "layout"),
     [
         ("mamba", {"tensor": 2, "pipeline": 3}),
-        ("hybrid", {"tensor": 2, "data": 2}),
+        pytest.param("hybrid", {"tensor": 2, "data": 2}, marks=pytest.mark.long),
         pytest.param("mamba", {"tensor": 2, "data": 2}, marks=pytest.mark.long),
         pytest.param("hybrid", {"tensor": 2, "pipeline": 3}, marks=pytest.mark.long),
     ],

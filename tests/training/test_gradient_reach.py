@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from support.long_form import some
 
 from baton.data_pipeline.packing import Batch
 from baton.models.config import ModelConfig
@@ -73,8 +74,9 @@ def test_what_lies_segments_back_is_learned_by_a_gradient_that_reaches_it(single
     assert learned(losses(single_mesh, 160, bptt))
 
 
-@pytest.mark.parametrize("gradient_segments", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("gradient_segments", some((1, 2), ()))
 def test_it_is_not_learned_when_the_gradient_is_cut_before_it(single_mesh, gradient_segments):
-    """Although the State is carried on: the loss stays that of guessing."""
+    """Although the State is carried on: the loss stays that of guessing. Where gradients are cut, tests/training/test_segments.py
+    tests in every run."""
     found = losses(single_mesh, 100, {"mode": "truncated", "gradient_segments": gradient_segments})
     assert sum(found[-20:]) / 20 > 0.97 * CHANCE

@@ -1,8 +1,8 @@
 """The equality grid: every mixer with tensor, pipeline, context and data parallelism and ZeRO 0, 1 and 2 equals one process.
 
-Here models that together have a layer of each mixer are trained on layouts in which every two values of the factors meet; in the
-long form each of them meets every value, and every layout, so every combination, meets a model. `make grid` runs every mixer on
-every layout and writes docs/equality-grid.md.
+Here models of every family of recurrences are trained on layouts in which every two values of the factors meet. In the long form
+each of them meets every value, every layout, so every combination, meets a model, and every mixer is in one. `make grid` runs every
+mixer on every layout and writes docs/equality-grid.md.
 """
 
 import itertools
@@ -12,6 +12,7 @@ import torch
 from support import grid
 
 SHORT = grid.one_each(grid.IN_SHORT, grid.with_every_pair())
+ALWAYS = grid.one_each(grid.ALWAYS, grid.with_every_pair())
 ALL = grid.selection(grid.IN_SHORT)
 
 
@@ -24,7 +25,8 @@ def compared(pool, layout, mixers, precision="float32"):
 @pytest.mark.parametrize(
     ("layout", "mixers"),
     [
-        *((layout, (model,)) for layout, model in SHORT.items()),
+        *((layout, (model,)) for layout, model in ALWAYS.items() if SHORT[layout] != model),
+        *(pytest.param(x, (model,), marks=() if ALWAYS[x] == model else pytest.mark.long) for x, model in SHORT.items()),
         *(pytest.param(*case, marks=pytest.mark.long) for case in ALL.items()),
     ],
     ids=str,
@@ -34,19 +36,22 @@ def test_every_layout_equals_one_process(pool, single_mesh, layout, mixers):
         assert not grid.beyond(mixer, "float32", found), (mixer, found)
 
 
-OTHER_SIZES = (
-    ({"tensor": 4}, ("retnet",)),
-    ({"pipeline": 3, "data": 2}, ("hybrid",)),
-    ({"data": 4}, ("mamba",)),
-    ({"tensor": 2, "context": 2}, ("qwen", "falcon", "added", "groups", "ablated", "rwkv", "finch", "baselines")),
-)
+OTHER_SIZES = (({"tensor": 4}, ("retnet",)), ({"pipeline": 3, "data": 2}, ("hybrid",)), ({"data": 4}, ("mamba",)))
+OPTIONAL = {"tensor": 2, "context": 2}
+IN_LONG = ("qwen", "falcon", "added", "groups", "ablated", "rwkv", "finch", "baselines")
+"""Models with optional parts, and of mixers whose family has another in IN_SHORT."""
 
 
 @pytest.mark.parametrize(
     ("layout", "mixers"),
     [
         *OTHER_SIZES,
-        *(pytest.param(layout, ("mamba", "hybrid", "retnet"), marks=pytest.mark.long) for layout, _ in OTHER_SIZES),
+        (OPTIONAL, ("qwen",)),
+        pytest.param(OPTIONAL, IN_LONG, marks=pytest.mark.long),
+        *(
+            pytest.param(layout, ("mamba", "hybrid", "retnet"), marks=pytest.mark.long)
+            for layout in (*(layout for layout, _ in OTHER_SIZES), OPTIONAL)
+        ),
     ],
     ids=str,
 )
@@ -63,7 +68,7 @@ STAGES, SPANS = grid.Layout(2, 2, 2, 1), grid.Layout(1, 1, 4, 2)
     ("layout", "mixer"),
     [
         (STAGES, "gsa"),
-        (SPANS, "lattice"),
+        pytest.param(SPANS, "lattice", marks=pytest.mark.long),
         *(pytest.param(STAGES, mixer, marks=pytest.mark.long) for mixer in ("mamba", "longhorn", "lattice", "bmojo")),
         *(pytest.param(SPANS, mixer, marks=pytest.mark.long) for mixer in ("mamba", "longhorn", "gsa", "bmojo")),
     ],
@@ -89,9 +94,11 @@ def test_every_two_values_meet_in_the_short_run_and_every_value_meets_every_mixe
         chosen = [layout for layout, models in ALL.items() if model in models]
         assert set().union(*map(grid.values, chosen)) == set().union(*map(grid.values, grid.LAYOUTS))
     assert set(SHORT.values()) == set(grid.IN_SHORT)
+    assert set(ALWAYS.values()) == set(grid.ALWAYS)
+    assert set(ALWAYS) == set(SHORT)
     assert mixers_of(grid.IN_SHORT) == mixers_of(grid.IN_BFLOAT16)
     others = mixers_of(grid.MIXERS) - mixers_of(grid.IN_SHORT)
-    assert others - mixers_of(model for _, models in OTHER_SIZES for model in models) == {"ttt"}
+    assert others - mixers_of(IN_LONG) == {"ttt"}
     assert all(ALL.values())
     assert set(ALL) == set(grid.LAYOUTS)
     assert set().union(*map(grid.pairs, SHORT)) == set().union(*map(grid.pairs, grid.LAYOUTS))

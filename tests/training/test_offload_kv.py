@@ -6,7 +6,6 @@ tensor ranks and stages; and on a GPU, where also the peak of its memory is meas
 
 import pytest
 import torch
-from support.long_form import some
 from support.models import SEQUENCE_LENGTH, SEQUENCES, model_of, step_batch, training
 
 from baton.data_pipeline.packing import Batch
@@ -109,7 +108,7 @@ LAYOUTS = [{}, {"context": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2, "t
 
 
 FORMS = [("float32", "none"), ("bfloat16", "full")]
-OFTEN = [({}, FORMS[0]), ({"pipeline": 2}, FORMS[0]), ({"context": 2, "tensor": 2}, FORMS[1])]
+OFTEN = [({"pipeline": 2}, FORMS[0]), ({"context": 2, "tensor": 2}, FORMS[1])]
 
 
 @pytest.mark.parametrize(
@@ -125,9 +124,8 @@ def test_a_step_with_offloaded_keys_has_the_same_bits(pool, layout, compute_dtyp
     assert_same_bits(pool.run(both, compute_dtype, recompute, **layout))
 
 
-@pytest.mark.parametrize(
-    "layout", some([{}, {"context": 2, "zero": 1}, {"context": 2, "data": 2, "zero": 1}], [{"context": 2, "zero": 1}]), ids=str
-)
+@pytest.mark.long  # the gradients that they are made of have the same bits, see above
+@pytest.mark.parametrize("layout", [{}, {"context": 2, "zero": 1}, {"context": 2, "data": 2, "zero": 1}], ids=str)
 def test_steps_with_offloaded_keys_have_the_same_bits(pool, layout):
     for kept, offloaded in pool.run(both_in_steps, **layout):
         assert kept == offloaded

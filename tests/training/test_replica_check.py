@@ -262,7 +262,8 @@ def sound(mesh, mixer, compute_dtype="float32"):
     ]
 
 
-OFTEN = ("mamba2", "bmojo", "lattice", "hybrid")
+OFTEN = ("lattice", "hybrid")
+"""Mixers with parameters of which every tensor rank has a whole copy, a selective scan and softmax attention among them."""
 
 
 @pytest.mark.parametrize("mixer", [*OFTEN, *(pytest.param(kind, marks=pytest.mark.long) for kind in kinds() if kind not in OFTEN)])
@@ -272,7 +273,7 @@ def test_replicas_of_every_mixer_stay_equal_and_the_check_silent(pool, mixer):
         assert found == [None, None]
 
 
-@pytest.mark.parametrize("layout", [{"data": 1}, pytest.param({"data": 4}, marks=pytest.mark.long), {"tensor": 4}], ids=str)
+@pytest.mark.parametrize("layout", some([{"data": 1}, {"data": 4}, {"tensor": 4}], [{"tensor": 4}]), ids=str)
 def test_replicas_on_every_layout_stay_equal_and_the_check_silent(pool, layout):
     for found in pool.run(sound, "hybrid", **layout):
         assert found == [None, None]
@@ -318,7 +319,7 @@ def run(mesh, folder, flip_after=None, flip_loaded=False, **changes):
     return None, len(done)
 
 
-@pytest.mark.parametrize("at", [3, 4], ids=["a step that is compared", "a step that is saved"])
+@pytest.mark.parametrize("at", some([3, 4], [4]), ids=["a step that is compared", "a step that is saved"])
 def test_the_loop_stops_before_it_saves_and_resumes_sound(pool, tmp_path, at):
     for message, done in pool.run(run, str(tmp_path), flip_after=at, tensor=2):
         assert message.startswith(f"2: after step {at}: {REPLICATED} differs"), "exit status and sentence"

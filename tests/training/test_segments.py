@@ -208,21 +208,19 @@ def compare(pool, ranks, pipeline, cases, loosened=1):
         assert seen == set(expected)
 
 
-# every family of recurrences once, exact or truncated
+# every family of recurrences, exact and truncated; each precision twice
 EXACT_OFTEN = {
-    (1, 1): ("attention", "gsa", "rwkv7", "full_attention"),
-    (4, 1): ("longhorn", "lattice", "mlstm", "rg_lru"),
-    (2, 2): ("bmojo", "gated_delta_net", "mamba3", "ttt"),
+    (1, 1): (("full_attention", 2, torch.float64), ("gated_delta_net", 3, torch.float32)),
+    (4, 1): (("lattice", 2, torch.bfloat16), ("longhorn", 7, torch.float64)),
+    (2, 2): (("bmojo", 2, torch.float32), ("gsa", 3, torch.bfloat16)),
 }
-TRUNCATED_OFTEN = {(1, 1): ("delta_net", "mamba"), (2, 2): ("gla", "hybrid"), (4, 1): ("bmojo", "linear_attention")}
+TRUNCATED_OFTEN = {(1, 1): ("delta_net",), (2, 2): ("gla", "hybrid"), (4, 1): ("bmojo",)}
 
 
 @pytest.mark.parametrize(("ranks", "pipeline"), EXACT_OFTEN)
 def test_exact_segments_give_the_unsegmented_gradient(pool, single_mesh, ranks, pipeline):
-    """Some mixers on each layout, in every precision; all of them on all layouts in the long form."""
-    own = EXACT_OFTEN[ranks, pipeline]
-    options = itertools.cycle(zip((2, 3, 2, 7, 2, 3), (*LIMITS, *LIMITS)))
-    compare(pool, ranks, pipeline, [Case(mixer, *next(options)) for mixer in own])
+    """Some mixers on each layout; all of them on all layouts and in every precision in the long form."""
+    compare(pool, ranks, pipeline, [Case(*case) for case in EXACT_OFTEN[ranks, pipeline]])
 
 
 @pytest.mark.long
