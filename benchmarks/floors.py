@@ -18,10 +18,12 @@ from baton.models.settings.attention import AttentionConfig
 from baton.models.settings.bmojo import BMojoConfig
 from baton.models.settings.cost_model import SCAN_GPU_CHUNK
 from baton.models.settings.delta_net import DeltaNetConfig
+from baton.models.settings.gated_delta_net import GatedDeltaNetConfig
 from baton.models.settings.gla import GLAConfig
 from baton.models.settings.gsa import GSAConfig
 from baton.models.settings.hgrn2 import HGRN2Config
 from baton.models.settings.mamba import MambaConfig
+from baton.models.settings.mamba2 import Mamba2Config
 from baton.models.settings.retnet import RetNetConfig
 from baton.models.settings.ssm_block import SSMBlockConfig
 from baton.models.settings.swiglu import SwiGLUConfig
@@ -29,7 +31,10 @@ from baton.models.settings.swiglu import SwiGLUConfig
 LOG = "train_step.log"
 MODELS = {
     "gsa-1.3b": "gsa-1.3b",
+    "mamba-130m": "mamba-130m",
+    "mamba-370m": "mamba-370m",
     "mamba-1.4b": "mamba-1.4b",
+    "mamba2-370m": "mamba2-370m",
     "longhorn": "longhorn-1.3b",
     "bmojo": "bmojo-1.4b without MLPs",
     "mamba-2.8b": "mamba-2.8b",
@@ -37,6 +42,7 @@ MODELS = {
     "retnet-1.3b": "retnet-1.3b",
     "hgrn2-1.3b": "hgrn2-1.3b",
     "delta-net-1.3b": "delta-net-1.3b",
+    "gated-delta-net-1.3b": "gated-delta-net-1.3b",
     "transformer": "transformer-1.3b",
 }
 """Cases of train_step.py whose profiles the page shows, and their models in configs/models, or of EARLIER."""
@@ -49,8 +55,9 @@ BYTES = {"H100": 3.35e12, "H200": 4.8e12}
 EXPONENTIALS = 132 * 16 * 1.755e9
 """Exponentials per second: 16 per cycle and SM."""
 LOW, WIDE = 2, 4  # bytes of a number in the compute type, and in float32
-OF_PARAMETER = 4 + (4 + 8 + 8 + 8)
-"""Bytes an update moves: the gradient for its norm; the gradient, parameter and moments for AdamW."""
+OF_PARAMETER = 4 + (4 + 8 + 8 + 8 + 2)
+"""Bytes an update moves: the gradient for its norm; the gradient, parameter and moments for AdamW, and the parameter's copy in the
+compute type."""
 INTRODUCTION = """# Where a step's time goes, and the least it could take
 
 From profiles in `benchmarks/results/train_step.log`, milliseconds of one optimizer step on one card, every kernel launched by
@@ -137,8 +144,8 @@ def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int, card: 
             heads, kv_heads = kind.head_counts(d)
             width, kv_width = heads * kind.head_dim, kv_heads * kind.head_dim
             moved["scan"] += LOW * ((2 + 3) * width + (2 + 4) * kv_width) + 3 * WIDE * kv_heads * kind.slots
+            moved["scan"] += 2 * LOW * (width + 2 * kv_width)  # activations, whose gradients the scan's kernels make
             moved["norm"] += 5 * LOW * width
-            moved["other elementwise"] += 2 * LOW * (width + 2 * kv_width)
             multiplied += 3 * kind.costs(d).matrix_flops
         if isinstance(kind, GLAConfig | RetNetConfig | HGRN2Config):
             heads, d_key, d_value = kind.head_sizes(d)
@@ -147,12 +154,20 @@ def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int, card: 
             moved["scan"] += LOW * ((2 + 4) * keys + (2 + 3) * values) + 3 * WIDE * keys * (not isinstance(kind, RetNetConfig))
             moved["norm"] += (5 if isinstance(kind, HGRN2Config) else 8) * LOW * values
             multiplied += 3 * kind.costs(d).matrix_flops
-        if isinstance(kind, DeltaNetConfig):
+        if isinstance(kind, DeltaNetConfig | GatedDeltaNetConfig):
             keys, values = kind.head_count(d) * kind.d_key, kind.value_head_count(d) * kind.d_value
             # queries, keys, values and outputs; the same with gradients
             moved["scan"] += LOW * ((2 + 4) * keys + (2 + 3) * values)
             moved["convolution"] += (2 + 3) * LOW * (2 * keys + values)
-            moved["norm"] += 5 * LOW * (2 * keys + values)
+            moved["norm"] += LOW * (5 * 2 * keys + (8 if isinstance(kind, GatedDeltaNetConfig) else 5) * values)
+            multiplied += 3 * kind.costs(d).matrix_flops
+        if isinstance(kind, Mamba2Config):
+            keys, values = kind.n_groups * kind.d_state, kind.expand * d
+            # B, C, values and outputs; the same with gradients. The norm reads x too, and x is multiplied by the step sizes
+            moved["scan"] += LOW * ((2 + 4) * keys + (2 + 3) * values)
+            moved["convolution"] += (2 + 3) * LOW * (2 * keys + values)
+            moved["norm"] += (4 + 7) * LOW * values
+            moved["other elementwise"] += (2 + 3) * LOW * values
             multiplied += 3 * kind.costs(d).matrix_flops
         if isinstance(kind, AttentionConfig):
             heads, kv_heads = kind.head_counts(d)
