@@ -18,7 +18,11 @@ done
 [ -n "$python" ] || fail "no Python 3.11 or newer found; install one, or name it with BATON_PYTHON=/path/to/python3"
 # Debian's python3 comes without ensurepip: then the pip beside it serves the venv from outside
 if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
-    make_venv() { "$python" -m venv "$@" .venv; }
+    # the pip that comes with Python may be years old, and spends a minute more on reading the index; without a network it does
+    make_venv() {
+        "$python" -m venv "$@" .venv
+        pip install "${flags[@]}" --constraint constraints.txt --upgrade pip >/dev/null 2>&1 || true
+    }
     pip() { .venv/bin/python -m pip "$@"; }
 elif "$python" -m pip --version >/dev/null 2>&1; then
     make_venv() { "$python" -m venv --without-pip "$@" .venv; }
