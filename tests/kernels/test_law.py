@@ -5,13 +5,14 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.compare import relative_error
 from support.long_form import alternating, some
 from support.recurrences import (
     RECURRENCES,
     fresh,
+    given_alone,
     gradients,
     law,
     moving,
@@ -79,7 +80,8 @@ def test_memory_is_poisoned():
 
 
 @every_recurrence
-@law(max_examples=3)
+@given_alone
+@example(seed=1, batch=2, length=35, start_probability=0.15)
 @given(**SPANS, start_probability=st.sampled_from([0.0, 0.15, 0.6]))
 def test_the_fast_form_equals_the_definition(recurrence: Recurrence, seed: int, batch: int, length: int, start_probability: float):
     generator = seeded(seed)
@@ -111,7 +113,7 @@ def test_the_definition_has_the_gradient_of_finite_differences(recurrence: Recur
 @half_at_every_point
 @pytest.mark.parametrize("start_probability", some((0.0, 0.35), (0.35,)))
 def test_splitting_at_every_point_changes_nothing(recurrence: Recurrence, start_probability: float):
-    length = 12
+    length = 7
     generator = seeded(11)
     example = recurrence.example(generator, 2, length, torch.float64, wide=False)
     pos = _positions(recurrence, generator, 2, length, start_probability)
@@ -119,7 +121,9 @@ def test_splitting_at_every_point_changes_nothing(recurrence: Recurrence, start_
 
 
 @half_at_many_points
-@law(max_examples=3)
+@given_alone
+@example(seed=1, batch=2, length=35, cuts=[4, 5, 20], start_at_cuts=False)
+@example(seed=2, batch=1, length=9, cuts=[6], start_at_cuts=True)
 @given(**CUT_SPANS)
 def test_splitting_at_many_points_changes_nothing(
     recurrence: Recurrence, seed: int, batch: int, length: int, cuts: list[int], start_at_cuts: bool
@@ -156,23 +160,9 @@ def _assert_pieces_equal_whole(recurrence, example, pos, many_cuts) -> None:
             assert all(torch.equal(pieces[name], x) for name, x in whole.items() if not name.startswith("d "))
 
 
-@pytest.mark.long
-@every_recurrence
-@pytest.mark.parametrize(("test", "drawn"), [
-    (test_the_fast_form_equals_the_definition, {**SPANS, "start_probability": st.sampled_from([0.0, 0.15, 0.6])}),
-    (test_splitting_at_many_points_changes_nothing, CUT_SPANS),
-], ids=["fast form", "many points"])  # fmt: skip
-def test_many_examples(recurrence: Recurrence, test, drawn):
-    """Inputs for the two tests above, and every recurrence for both."""
-
-    def holds(**example):
-        test.hypothesis.inner_test(recurrence, **example)
-
-    law(max_examples=60)(given(**drawn)(holds))()
-
-
 @every_other_linear
-@law(max_examples=3)
+@given_alone
+@example(seed=1, batch=2, length=19, start_probability=0.1)
 @given(**{**SPANS, "length": st.integers(1, 23)}, start_probability=st.sampled_from([0.0, 0.1]))
 def test_begin_advance_finish_is_the_run_and_so_is_its_mirror(
     recurrence: LinearRecurrence, seed: int, batch: int, length: int, start_probability: float
@@ -195,7 +185,8 @@ def test_begin_advance_finish_is_the_run_and_so_is_its_mirror(
 
 
 @every_second_linear
-@law(max_examples=4)
+@given_alone
+@example(seed=1, cuts=[3, 9], start_probability=0.05)
 @given(seed=seeds, cuts=st.lists(st.integers(1, 20), max_size=3), start_probability=st.sampled_from([0.0, 0.05]))
 def test_composed_effects_are_the_effect_of_the_joined_span(
     recurrence: LinearRecurrence, seed: int, cuts: list[int], start_probability: float
@@ -235,7 +226,8 @@ def test_prepare_and_run_is_the_run(recurrence: SequentialRecurrence):
 
 
 @every_state_first
-@law(max_examples=4)
+@given_alone
+@example(seed=1, batch=2, length=35, start_probability=0.05)
 @given(**SPANS, start_probability=st.sampled_from([0.0, 0.05, 0.3]))
 def test_leave_and_outputs_are_the_run_and_so_are_their_gradients(
     recurrence: StateFirstRecurrence, seed: int, batch: int, length: int, start_probability: float
@@ -261,7 +253,8 @@ def test_leave_and_outputs_are_the_run_and_so_are_their_gradients(
 
 
 @every_shortened
-@law(max_examples=3)
+@given_alone
+@example(seed=1, batch=2, length=35, start_probability=0.05)
 @given(**SPANS, start_probability=st.sampled_from([0.0, 0.05, 0.3]))
 def test_outputs_alone_are_the_runs_and_so_are_their_gradients(
     recurrence: Recurrence, seed: int, batch: int, length: int, start_probability: float
@@ -278,6 +271,37 @@ def test_outputs_alone_are_the_runs_and_so_are_their_gradients(
         wanted = [*inputs, *(moving(entering).values() if entered else ())]
         for found, expected in zip(*(gradients([y], wanted, seeded(seed + 1)) for y in (alone, kept)), strict=True):
             assert torch.equal(found, expected)
+
+
+@pytest.mark.long
+@every_recurrence
+@pytest.mark.parametrize(("test", "drawn"), [
+    (test_the_fast_form_equals_the_definition, {**SPANS, "start_probability": st.sampled_from([0.0, 0.15, 0.6])}),
+    (test_splitting_at_many_points_changes_nothing, CUT_SPANS),
+    (test_begin_advance_finish_is_the_run_and_so_is_its_mirror,
+     {**SPANS, "length": st.integers(1, 23), "start_probability": st.sampled_from([0.0, 0.1])}),
+    (test_composed_effects_are_the_effect_of_the_joined_span,
+     {"seed": seeds, "cuts": st.lists(st.integers(1, 20), max_size=3), "start_probability": st.sampled_from([0.0, 0.05])}),
+    (test_leave_and_outputs_are_the_run_and_so_are_their_gradients,
+     {**SPANS, "start_probability": st.sampled_from([0.0, 0.05, 0.3])}),
+    (test_outputs_alone_are_the_runs_and_so_are_their_gradients, {**SPANS, "start_probability": st.sampled_from([0.0, 0.05, 0.3])}),
+], ids=["fast form", "many points", "in phases", "composed", "state first", "outputs alone"])  # fmt: skip
+def test_many_examples(recurrence: Recurrence, test, drawn):
+    """Inputs for the tests above that have one or two, and every recurrence that they hold for."""
+    if not isinstance(recurrence, NEEDED.get(test, Recurrence)):
+        pytest.skip("it has no such form")
+
+    def holds(**example):
+        test.hypothesis.inner_test(recurrence, **example)
+
+    law(max_examples=60)(given(**drawn)(holds))()
+
+
+NEEDED = {
+    test_begin_advance_finish_is_the_run_and_so_is_its_mirror: LinearRecurrence,
+    test_composed_effects_are_the_effect_of_the_joined_span: LinearRecurrence,
+    test_leave_and_outputs_are_the_run_and_so_are_their_gradients: StateFirstRecurrence,
+}
 
 
 @every_recurrence

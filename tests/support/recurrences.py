@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,8 @@ __all__ = ["gradients", "moving", "positions", "results"]
 RECURRENCES = recurrences()
 
 law = partial(settings, derandomize=True, database=None)
+given_alone = settings(phases=[Phase.explicit])
+"""The examples that a test gives, and none that are drawn."""
 seeds = st.integers(0, 2**31 - 1)
 
 
