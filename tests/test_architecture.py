@@ -76,6 +76,7 @@ def package_of(path):
     return max((name for name in ARROWS if dotted.startswith(f"{name}.")), key=len)
 
 
+@cache
 def module_file(name):
     """The file that a dotted name of baton's is in: of a module, of a package, or of something in one; None: a package's folder."""
     parts = name.removeprefix("baton.").split(".")
@@ -121,17 +122,33 @@ def circles(graph):
 
 
 @cache
-def imported(path):
-    """Dotted names of baton's modules that a file imports, wherever in it; several tests ask for every file's."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
+def facts(path):
+    """Of a file, in one walk over it: dotted names of baton's modules that it imports, wherever in it; names that it binds;
+    functions in it that Triton compiles; whether it has a docstring. Several tests ask for every file's."""
+    names: set[str] = set()
+    jit: set[str] = set()
+    found, tree = [], ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            if isinstance(node, ast.FunctionDef) and any(ast.unparse(it).startswith("triton.jit") for it in node.decorator_list):
+                jit.add(node.name)
+        elif isinstance(node, ast.Import):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
             found += [alias.name for alias in node.names if alias.name.split(".")[0] == "baton"]
         elif isinstance(node, ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
             assert node.level == 0, f"{path}: relative import; write baton.…"
             if node.module and node.module.split(".")[0] == "baton":
                 found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return tuple(found)
+    return tuple(found), frozenset(names), frozenset(jit), bool(ast.get_docstring(tree))
+
+
+def imported(path):
+    return facts(path)[0]
 
 
 @pytest.mark.parametrize("package", ARROWS)
@@ -183,22 +200,6 @@ def test_the_arrow_test_sees_a_wrong_import(tmp_path):
     assert imported(wrong) == ("baton.training.loop",)
 
 
-@cache
-def bound(path):
-    """Names that a module binds."""
-    return frozenset(_bound(path))
-
-
-def _bound(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-
-
 def unresolved(path):
     """Imports of baton's modules, and of names in them, that are not there; for programs that neither mypy nor a test imports."""
     for name in imported(path):
@@ -207,7 +208,7 @@ def unresolved(path):
         if whole.is_dir() or whole.with_suffix(".py").is_file():
             continue
         file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
-        if not file.is_file() or leaf not in bound(file):
+        if not file.is_file() or leaf not in facts(file)[1]:
             yield name
 
 
@@ -267,7 +268,7 @@ def test_distributions_hold_every_file(tmp_path):
 def test_files_open_with_what_they_are_for_and_stay_short(package):
     for path in sources(package):
         text = path.read_text(encoding="utf-8")
-        assert ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)} has no docstring"
+        assert facts(path)[3], f"{path.relative_to(ROOT)} has no docstring"
         assert len(text.splitlines()) <= 400, f"{path.relative_to(ROOT)} is longer than 400 lines"
 
 
@@ -424,15 +425,9 @@ def test_a_misnamed_file_of_an_operator_is_seen():
     assert misnamed("new", {"__init__", "op", "recurrence", "chunked"}) == ["new has no reference.py"]
 
 
-def jit_functions(source):
-    """Functions that Triton compiles, of those that a file defines."""
-    defined = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
-    return {node.name for node in defined if any(ast.unparse(it).startswith("triton.jit") for it in node.decorator_list)}
-
-
 def test_kernels_are_launched_through_lazy_modules():
     """A kernel that is imported otherwise has another key in Triton's cache, if it is the first that a process launches."""
-    of = {path: found for path in sources("kernels") if (found := jit_functions(path.read_text(encoding="utf-8")))}
+    of = {path: found for path in sources("kernels") if (found := facts(path)[2])}
     assert len(of) > 20
     wrong = []
     for path in (path for package in PACKAGES for path in sources(package) if path not in of):
