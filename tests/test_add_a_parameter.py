@@ -97,6 +97,7 @@ def test_the_rest_follows(copy):
     assert passed == set(paths), done.stdout[-4000:]
 
 
+@pytest.mark.long
 def test_a_parameter_that_only_the_module_had_would_be_seen(copy):
     """The planner's test fails when a module registers a parameter that its settings do not declare."""
     path = copy / "packages" / "baton" / "models" / "mixers" / "mamba.py"

@@ -68,6 +68,7 @@ def passed(copy, *words):
     return int(re.search(r"(\d+) passed", done.stdout)[1])
 
 
+@pytest.mark.long
 def test_a_wrong_recurrence_would_be_seen(copy):
     """One sign in the chunked form, and the same tests fail."""
     path = copy / "packages" / "baton" / "kernels" / "leaky_average" / "chunked.py"
