@@ -15,6 +15,8 @@ from support.measured_costs import (
     LONG_OVER_RANKS,
     OFFLOADED,
     OFFLOADED_OFTEN,
+    OTHERWISE_OFTEN,
+    OVER_RANKS_OFTEN,
     SEGMENTED,
     SEGMENTED_OFTEN,
     SEGMENTED_OVER_RANKS,
@@ -112,7 +114,7 @@ def test_keys_are_kept_or_offloaded_and_fetched_as_counted(measured, offload_kv,
         assert seen["forward"] == pytest.approx(activations, rel=0.03, abs=512)
 
 
-@pytest.mark.parametrize("bptt", BPTT)
+@pytest.mark.parametrize("bptt", some(BPTT, OTHERWISE_OFTEN))
 def test_recomputed_segments_and_those_of_later_stages_keep_what_is_counted(measured, bptt):
     assert_kept(arithmetic("gla", bptt, recompute="full"), measured[f"gla {bptt} again"])
     last = arithmetic("gla", bptt, pipeline=STAGES)
@@ -125,7 +127,9 @@ def test_recomputed_segments_and_those_of_later_stages_keep_what_is_counted(meas
     )
 
 
-@pytest.mark.parametrize(("variant", "bptt"), [case for case in SEGMENTED_OVER_RANKS if case not in LONG_OVER_RANKS])
+@pytest.mark.parametrize(
+    ("variant", "bptt"), some([case for case in SEGMENTED_OVER_RANKS if case not in LONG_OVER_RANKS], OVER_RANKS_OFTEN)
+)
 def test_segments_over_sequence_ranks_keep_and_send_what_is_counted(measured, variant, bptt):
     """The two ends differ: the first rank sends nothing to the left of a group, the last one hands on what leaves it as a whole."""
     assert_kept_and_sent_over_ranks(measured, variant, bptt)

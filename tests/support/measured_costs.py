@@ -140,6 +140,10 @@ GATHERED_OFTEN = [variant for variant in GATHERED if variant in (*FAMILIES, "bmo
 SEGMENTED_OVER_RANKS = [(variant, bptt) for variant in SEGMENTED for bptt in BPTT if bptt == "truncated" or variant == "gla"]
 LONG_OVER_RANKS = [("bmojo", "truncated"), ("lattice", "truncated")]
 """Those that take longest are in the long form."""
+OVER_RANKS_OFTEN = [("mamba", "truncated"), ("gla", "exact")]
+"""Those over ranks that are not in the long form alone."""
+OTHERWISE_OFTEN = ("truncated",)
+"""Of BPTT, with which layers are run again, or are a later stage's, not in the long form alone."""
 SEGMENTED_OFTEN = [("mamba", "exact"), ("gla", "truncated"), ("mamba", "cut")]
 """Those on one rank that are not in the long form alone."""
 
@@ -528,11 +532,11 @@ def measure(form):
         for variant in SEGMENTED:
             if form == "long" or (variant, bptt) in SEGMENTED_OFTEN:
                 found[f"{variant} {bptt}"] = passes_of(variant, bptt)
-            over_ranks = (variant, bptt) in SEGMENTED_OVER_RANKS and (form == "long" or (variant, bptt) not in LONG_OVER_RANKS)
-            for rank in (0, 1) if over_ranks else ():
+            for rank in (0, 1) if (variant, bptt) in (SEGMENTED_OVER_RANKS if form == "long" else OVER_RANKS_OFTEN) else ():
                 found[f"{variant} {bptt} rank {rank}"] = passes_of(variant, bptt, rank, context=2)
-        found[f"gla {bptt} again"] = passes_of("gla", bptt, recompute="full")
-        found[f"gla {bptt} stage"] = passes_of("gla", bptt, 1, pipeline=STAGES)
+        if form == "long" or bptt in OTHERWISE_OFTEN:
+            found[f"gla {bptt} again"] = passes_of("gla", bptt, recompute="full")
+            found[f"gla {bptt} stage"] = passes_of("gla", bptt, 1, pipeline=STAGES)
     for bptt, how, recompute in SEGMENTED_OVER_TENSOR if form == "long" else SEGMENTED_OVER_TENSOR_OFTEN:
         layout = {"tensor": 2} if how == "tensor" else SHARED_BY
         found[f"mamba {bptt} {how} {recompute}"] = passes_of("mamba", bptt, recompute=recompute, **layout)
