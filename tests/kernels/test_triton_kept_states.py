@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.gla import DEVICE, SMALL
+from support.long_form import some
 from support.recurrences import positions, seeded
 
 from baton.kernels.delta_rule.recurrence import DeltaRule
@@ -50,13 +51,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.long) if case in ("value", "none", "scalar, shared", "delta rule by channel") else case
-        for case in CASES
-    ],
-)
+LONG = ("value", "none", "scalar, shared", "delta rule by channel", "delta rule in pieces")
+
+
+@pytest.mark.parametrize("case", some(CASES, [case for case in CASES if case not in LONG]))
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 def test_kept_states_give_the_bits_of_recomputed_ones(case, dtype, monkeypatch):
     """Products of bfloat16 are a GPU's."""

@@ -392,6 +392,7 @@ def test_a_run_that_ends_between_a_rollback_and_a_save_leaves_the_documents_out_
     assert ended[0] == ended[1]
 
 
+@pytest.mark.long
 def test_starts_of_other_layouts_leave_the_documents_out_too(pool, corpus, tmp_path):
     """The second start saves step 0, whose lanes have cursors only because documents are left out of some."""
     folder, tokens, victims = corpus

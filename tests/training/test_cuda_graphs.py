@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from support.long_form import some
 from support.models import SHARED, micro_batches, model_of, training
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -182,7 +183,7 @@ def differences(mesh, mixers, recorder, compute_dtype="bfloat16", recompute="non
     [
         ({}, ("bmojo",)),
         pytest.param({}, ("lattice", "bmojo"), marks=pytest.mark.long),
-        ({"data": 2, "zero": 2}, ("retnet",)),
+        pytest.param({"data": 2, "zero": 2}, ("retnet",), marks=pytest.mark.long),
         *(pytest.param({"data": 2, "zero": zero}, ("hybrid",), marks=pytest.mark.long) for zero in (0, 2)),
         pytest.param({"tensor": 2}, ("longhorn",), marks=pytest.mark.long),
         pytest.param({"tensor": 2}, ("hybrid",), marks=pytest.mark.long),
@@ -210,7 +211,7 @@ SEGMENTED = (*(kind for kind, settings in kinds().items() if settings.small().se
     ("bptt", "mixer", "recompute", "recorder", "count"),
     [
         (EXACT, "mamba", "none", "OfRoles", 5),
-        (ALL, "linear_attention", "none", "OfOperators", 5),
+        pytest.param(ALL, "linear_attention", "none", "OfOperators", 5, marks=pytest.mark.long),
         (SOME, "attention", "full", "OfOperators", 5),
         pytest.param(ONE, "retnet", "none", "OfOperators", 5, marks=pytest.mark.long),
         *(
@@ -295,7 +296,7 @@ def of_batches(mesh, mixer, recorder, counts):
 
 
 @pytest.mark.parametrize("mixer", ["mamba", *SHARED])  # tied; untied, and with weights that layers share
-@pytest.mark.parametrize("recorder", [Again, OfOperators])
+@pytest.mark.parametrize("recorder", some([Again, OfOperators], [OfOperators]))
 def test_a_steps_only_backward_pass_replaces_the_gradients_of_weights(single_mesh, mixer, recorder):
     plain = of_batches(single_mesh, mixer, None, (1, 1, 1))
     recorded = of_batches(single_mesh, mixer, recorder, (1, 1, 1))
@@ -435,12 +436,12 @@ if LONG:
     comms.append("early")
 LAYOUTS = [LayoutConfig(tensor=2), *(LayoutConfig(context=2, context_comm=comm) for comm in comms)]
 PLAIN, *OTHERS = [*((form, ALONE) for form in FORMS), *(({}, layout) for layout in LAYOUTS)]
-# mamba goes through all of them, a mixer of each other family through one beside the plain form
+# a mixer of each family goes through one of them beside the plain form, mamba through the rest
 FAMILIES = "gla", "bmojo", "lattice", "gated_delta_net", "attention"
 OFTEN = "mamba", *FAMILIES, "gsa", "mamba3", "rwkv7", "channel_mix", "swiglu"  # of each kind of recurrence and of State
-met = {
-    name: OTHERS if LONG or name == "mamba" else [OTHERS[FAMILIES.index(name)]] if name in FAMILIES else [] for name in kinds()
-}
+met = {name: [OTHERS[FAMILIES.index(name)]] if name in FAMILIES else [] for name in kinds()} | {"mamba": OTHERS[len(FAMILIES) :]}
+if LONG:
+    met = dict.fromkeys(kinds(), OTHERS)
 for name, settings, (changes, layout) in (
     (name, settings, case) for name, settings in kinds().items() for case in (PLAIN, *met[name])
 ):

@@ -121,6 +121,7 @@ def test_a_step_without_labels_has_no_loss_and_no_gradient(single_mesh):
     assert all(bool(p.isfinite().all()) for p in train_state.model.parameters())
 
 
+@pytest.mark.long
 def test_layers_without_skips_and_biases_on_a_layout_equal_plain_pytorch(pool, single_mesh):
     rows, model, _ = oracle(mixer="bare")
     expected = whole(model, {name: p.detach() for name, p in model.named_parameters()})
