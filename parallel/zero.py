@@ -13,7 +13,7 @@ the gradients are read where they lie.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -68,8 +68,9 @@ class Engine:
         in_one_pass = mesh.device.type == "cuda" or moments_dtype != torch.float32  # PyTorch's has moments of the masters' type
         self._fused = bool(self.stage) and isinstance(self._optimizer, torch.optim.AdamW) and in_one_pass
         self._updates = 0  # that were made, as the optimizer counts them on the device
-        self._prepared: Callable[[float], None] | None = None  # the update of the gradients that are summed
-        self._cast_weights, self._current_copies = caches_of(module), set[Tensor]()  # those that the last update wrote
+        # the update of the gradients that are summed; returns the cast weights that it wrote
+        self._prepared: Callable[[float], Set[Tensor]] | None = None
+        self._cast_weights = caches_of(module)
         if self.stage == 2:
             # its hooks on the parameters hold it, and Python does not see that the parameters hold these: with them it would stay
             # for ever, and so would its process groups with their threads
@@ -113,9 +114,8 @@ class Engine:
         assert self._prepared is not None
         # the same small number as torch's clip_grad_norm_ and DeepSpeed have against a division by zero
         clipped = self._clip_norm > 0 and norm + 1e-6 > self._clip_norm
-        self._current_copies = set()
-        self._prepared(self._clip_norm / (norm + 1e-6) if clipped else 1.0)
-        drop_cast_weights(cache for cache in self._cast_weights if cache._cast_weight_cache not in self._current_copies)
+        written = self._prepared(self._clip_norm / (norm + 1e-6) if clipped else 1.0)
+        drop_cast_weights(cache for cache in self._cast_weights if cache._cast_weight_cache not in written)
         self._updates += 1
         self.drop_gradients()
 
@@ -139,8 +139,8 @@ class Engine:
             for n, params in enumerate(zero.params_in_partition)
         ]
 
-    def _prepare_update(self, groups: Sequence[Sequence[tuple[nn.Parameter, Tensor, int]]]) -> Callable[[float], None]:
-        """A function that makes the update, given a factor of the gradients."""
+    def _prepare_update(self, groups: Sequence[Sequence[tuple[nn.Parameter, Tensor, int]]]) -> Callable[[float], Set[Tensor]]:
+        """A function that makes the update, given a factor of the gradients, and returns the cast weights that it wrote."""
         if self.stage == 0:
             return partial(self._update_whole, [grad for gradients in groups for _, grad, _ in gradients])
         flats = self._zero.single_partition_of_fp32_groups
@@ -157,12 +157,15 @@ class Engine:
         written = {copies[p] for gradients in groups for p, _, _ in gradients if p in copies}
         return partial(self._update_in_one_pass, updates, written)
 
-    def _update_whole(self, gradients: list[Tensor], scale: float) -> None:
+    def _update_whole(self, gradients: list[Tensor], scale: float) -> Set[Tensor]:
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)
         self._optimizer.step()
+        return set()
 
-    def _update_flat(self, groups: Sequence[tuple[Tensor, Sequence[tuple[nn.Parameter, Tensor, int]]]], scale: float) -> None:
+    def _update_flat(
+        self, groups: Sequence[tuple[Tensor, Sequence[tuple[nn.Parameter, Tensor, int]]]], scale: float
+    ) -> Set[Tensor]:
         for flat, gradients in groups:
             flat.grad = torch.zeros_like(flat)
             for _, grad, at in gradients:
@@ -172,16 +175,17 @@ class Engine:
         for flat, _ in groups:
             flat.grad = None
         self._gather()
+        return set()
 
     def _update_in_one_pass(
-        self, updates: Sequence[tuple[dict[str, Any], Callable[[AdamWStep], None]]], copies: set[Tensor], scale: float
-    ) -> None:
+        self, updates: Sequence[tuple[dict[str, Any], Callable[[AdamWStep], None]]], copies: Set[Tensor], scale: float
+    ) -> Set[Tensor]:
         for settings, update in updates:
             lr, betas, eps, decay = (settings[name] for name in ("lr", "betas", "eps", "weight_decay"))
             update(AdamWStep(lr, betas, eps, decay, self._updates + 1, scale))
         torch._foreach_add_(list(self.update_counts().values()), 1.0)
         self._gather()
-        self._current_copies = copies
+        return copies
 
     def _gather(self) -> None:
         """Every rank's part of the parameters to all ranks."""

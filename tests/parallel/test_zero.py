@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from baton.parallel import zero
-from baton.parallel.cast_weights import CastWeightCache
+from baton.parallel.cast_weights import CastWeightCache, drop_cast_weights
 from baton.parallel.param_layout import ParameterLayout, declare
 from baton.parallel.parameter_groups import parameter_groups
 from baton.parallel.replicated_parameters import finalize_model_grads
@@ -212,7 +212,8 @@ class CastTwice(nn.Module):
 
 
 def casts(mesh):
-    """After an update: which casts are still there, whether each is its weight's, and whether the update is that without casts."""
+    """After an update: which casts are still there, whether each is its weight's, whether the update is that without casts, and
+    whether they are gone when their modules drop them."""
     left = []
     for cast in (True, False):
         module = CastTwice()
@@ -229,16 +230,22 @@ def casts(mesh):
         if cast:
             kept = {name for name, cache in caches.items() if cache._cast_weight_cache is before[name]}
             right = all(torch.equal(cache.cast_weight(), cache.weight.detach().bfloat16()) for cache in caches.values())
+            held = [weakref.ref(copy) for copy in before.values()]
+            before.clear()
+            drop_cast_weights(module)
+            gone = all(copy() is None for copy in held)
         left.append([p.detach().clone() for p in module.parameters()])
-    return kept, right, all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+    return kept, right, all(torch.equal(a, b) for a, b in zip(*left, strict=True)), gone
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 1), (1, 2), (2, 1)])
 def test_an_update_leaves_casts_of_the_new_weights(pool, ranks, stage):
-    """One rank's update writes them; of what two modules have, one copy, and none of what another stage updates."""
-    for kept, right, same in pool.run(casts, data=ranks, zero=stage):
+    """One rank's update writes them; of what two modules have, one copy, and none of what another stage updates. Nothing else holds
+    them: a run that goes back to a checkpoint would have its old ones beside the new."""
+    for kept, right, same, gone in pool.run(casts, data=ranks, zero=stage):
         assert right
         assert same
+        assert gone
         assert kept == ({"same", "own"} if stage and ranks == 1 else set())
 
 
