@@ -46,9 +46,10 @@ class _Embedding(torch.autograd.Function):
         (ids,), parameter = ctx.saved_tensors, ctx.parameter
         adding = accumulates_fused()
         grad = parameter.grad if adding else None
+        outdated = take_outdated(parameter)  # also where there is no gradient: what is made here counts
         if grad is None:
             grad = torch.zeros_like(parameter)
-        elif take_outdated(parameter):
+        elif outdated:
             grad.zero_()
         add_rows(grad, _local(ids, ctx.first).flatten(), dy.reshape(-1, dy.shape[-1]))
         if adding:

@@ -250,7 +250,7 @@ def _input_gradient(
 def _weight_gradient(parameter: nn.Parameter, runs: Sequence[tuple[int, Tensor]], x: Tensor) -> Tensor | None:
     """The gradient; None: it was added to `.grad`."""
     before = parameter.grad if _adding else None
-    new = before is None or take_outdated(parameter)
+    new = take_outdated(parameter) or before is None  # in this order: what is made here counts
     whole = sum(dy.shape[1] for _, dy in runs) == len(parameter)
     grad = torch.empty_like(parameter) if before is None else before
     if new and not whole:

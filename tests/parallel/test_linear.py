@@ -126,6 +126,17 @@ def test_what_gradients_hold_is_replaced_where_it_does_not_count(monkeypatch, na
     assert parameter.grad.data_ptr() == kept.data_ptr()
 
 
+@pytest.mark.parametrize("read", [(True,) * 5, (False, True, True, False, True)])
+def test_what_nothing_was_held_of_is_replaced_no_second_time(read):
+    """A parameter that is named without a gradient: both uses of a pass count."""
+    x, parameter, dy, dx = case(torch.float32)
+    with fused_grad_accumulation(), overwriting([parameter]) as outdated:
+        for _ in range(2):
+            run(x, parameter, dy, dx, read, False)
+        assert not outdated
+    assert relative(parameter.grad, 2 * expected(x, parameter, dy, dx, read, False)[1]) <= 1e-6
+
+
 @pytest.mark.parametrize("adjacent", [((1, 2),), ((0, 1, 2), (3, 4)), ((0, 1), (1, 2))])
 def test_gradients_that_lie_side_by_side(monkeypatch, adjacent):
     """Columns of one tensor are taken as they lie, and only these: not those of another, nor what only overlaps."""
