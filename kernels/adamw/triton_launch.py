@@ -12,7 +12,7 @@ _kernels = LazyModule("baton.kernels.adamw.triton_kernels")
 _types = LazyModule("triton.language")  # dtypes of copies
 
 _BLOCK = 4096  # elements of a program
-_TABLES = 64  # kept: of each group of parameters, and of gradients that lie elsewhere in the next step
+_TABLES = 256  # kept: two of each group of parameters, and those of gradients that lie elsewhere in the next step
 
 
 def prepare_triton(

@@ -113,6 +113,18 @@ def test_copies_are_the_new_parameters_rounded(run, dtype, shapes, gap):
         assert torch.equal(copies[number], updated.to(dtype))
 
 
+def test_the_tables_of_many_groups_are_made_once():
+    """Of groups with copies there are two, of gradients and of copies: the host would wait for each that is made anew."""
+    groups = [([torch.zeros(8)], [torch.zeros(8, dtype=torch.bfloat16)]) for _ in range(100)]
+    flat, made = [torch.zeros(8) for _ in range(3)], []
+    for _ in range(2):
+        before = triton_launch._addresses.cache_info().misses
+        for grads, copies in groups:
+            prepare_triton(*flat, grads, [0], copies)
+        made.append(triton_launch._addresses.cache_info().misses - before)
+    assert made == [200, 0]
+
+
 @pytest.mark.parametrize("moments_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
 def test_all_forms_are_launched_for_compiling_them_ahead(moments_dtype, compute_dtype, monkeypatch):
