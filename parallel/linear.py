@@ -94,6 +94,8 @@ def linear(
     Returns:
         y [.., size] of each part, in x's dtype; the parts are views of one tensor.
     """
+    if return_input and not x.requires_grad:  # a returned view would, and its readers would compute a gradient that nothing takes
+        return x, *linear(x, parameter, weight, split_sizes=split_sizes, group=group, sum_group=sum_group)
     sizes = tuple(split_sizes or (len(weight),))
     found: tuple[Tensor, ...] = _Linear.apply(x, parameter, weight, sizes, group, sum_group, return_input)
     if sum_group is None:

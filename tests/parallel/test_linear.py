@@ -107,6 +107,17 @@ def test_the_gradient_of_a_returned_input_is_written_over_only_within_a_step(dty
     assert relative(given, exact if fused and lies == "whole" else dx.double()) <= limit
 
 
+def test_a_returned_input_without_a_gradient_gets_none():
+    """Its readers would compute one, a product each, for nothing."""
+    x, parameter, dy, dx = case(torch.float32)
+    of_weight = expected(x, parameter, dy, dx, (True,) * 5, False)[1]
+    found, *parts = linear(x.detach(), parameter, parameter.detach(), split_sizes=WIDTHS, return_input=True)
+    assert not found.requires_grad
+    assert torch.equal(found, x)
+    torch.autograd.backward(parts, dy.split(WIDTHS, dim=-1))
+    assert relative(parameter.grad, of_weight) <= 1e-6
+
+
 @pytest.mark.parametrize("narrow", [1, 100])
 @pytest.mark.parametrize("read", SOME_READ)
 @pytest.mark.parametrize("known", [False, True])
