@@ -16,10 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from baton.kernels.common.shared_gradient import SharedGradient
 from baton.parallel.comm_timing import describe_collective, reported_wait, timed_wait
 
 _NARROW = 512
 """Gradients of output parts with fewer columns are concatenated: a matmul for each would cost more than the copy."""
+
+_FEW_ROWS = 16
+"""Products with fewer rows are computed apart from what they are added to."""
 
 _PIECE = 2048
 """Fewest rows of a piece. A product that is summed over ranks is made in two pieces where both have as many: the first one's sum is
@@ -105,8 +109,14 @@ def linear(
 
 
 def accumulate_product(into: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """into [M, N] (contiguous, at least as precise as a) += a [M, K] b [K, N]; first: into = a b, whatever it holds."""
-    if into.dtype == a.dtype:
+    """into [M, N] (contiguous, at least as precise as a) += a [M, K] b [K, N]; first: into = a b, whatever it holds. Zeros to which
+    a product is added become what the first product is, to the bit."""
+    if len(into) < _FEW_ROWS and not first:
+        # a library may sum a few rows in another order where it adds the sum to something
+        product = torch.empty_like(into)
+        accumulate_product(product, a, b, first=True)
+        into.add_(product)
+    elif into.dtype == a.dtype:
         torch.mm(a, b, out=into) if first else into.addmm_(a, b)
     elif a.is_cuda and into.dtype == torch.float32:
         if first:
@@ -130,6 +140,8 @@ class _Linear(torch.autograd.Function):
         ctx.parameter, ctx.split_sizes, ctx.group, ctx.return_input = parameter, split_sizes, group, return_input
         y = F.linear(x, weight) if sum_group is None else _first_piece(x, weight, sum_group)
         parts = (y,) if len(split_sizes) == 1 else y.split(split_sizes, dim=-1)
+        # as wide as x: to copy a gradient then costs less than to add a product of its own to x's gradient
+        ctx.shared_gradient = SharedGradient(split_sizes, copied=x.shape[-1], first=int(return_input))
         return (x.view_as(x), *parts) if return_input else parts
 
     @staticmethod
@@ -137,7 +149,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx, grads = (grads[0], grads[1:]) if ctx.return_input else (None, grads)
-        runs = _runs(ctx.split_sizes, grads)
+        runs = _runs(ctx.split_sizes, ctx.shared_gradient.complete(grads))
         for_x, for_weight = ctx.needs_input_grad[:2]
         sums: list[Any] = []
         if for_x:

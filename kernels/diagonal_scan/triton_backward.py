@@ -124,11 +124,11 @@ def diagonal_scan_transition_backward_kernel(
 def diagonal_scan_backward_kernel(
     x, dt, A, bc, D, z, dt_bias, pos, checkpoints, dfinal_states, dy, scratch,
     dx, ddt, dA, dbc_partial, dD, dz, ddt_bias, dinitial_state,
-    T, split_len, x_batch, dt_batch, z_batch, dy_batch,
+    T, split_len, x_batch, dt_batch, z_batch, dy_batch, dz_batch,
     DIM: tl.constexpr, DSTATE: tl.constexpr, x_row: tl.constexpr, dt_row: tl.constexpr, z_row: tl.constexpr, dy_row: tl.constexpr,
-    RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_Z: tl.constexpr, HAS_POS: tl.constexpr, EVEN_T: tl.constexpr,
-    EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, CHECKPOINT_INTERVAL: tl.constexpr,
-    WARP_SUMS: tl.constexpr,
+    dz_row: tl.constexpr, RECURRENCE: tl.constexpr, ACTIVATE: tl.constexpr, HAS_Z: tl.constexpr, HAS_POS: tl.constexpr,
+    EVEN_T: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    CHECKPOINT_INTERVAL: tl.constexpr, WARP_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Gradients, given the cotangent of each split's final state, dfinal_states [batch, splits, DIM, DSTATE].
 
@@ -152,6 +152,7 @@ def diagonal_scan_backward_kernel(
     dt += b * dt_batch + d
     z += b * z_batch + d
     dy += b * dy_batch + d
+    dz += b * dz_batch + d
     out = b * T * DIM + d
     bc += b * T * bc_row_size(RECURRENCE, BLOCK_N)
     bc_lines = bc_cache_lines(bc, end - begin, BLOCK_N, RECURRENCE, CHECKPOINT_INTERVAL)
@@ -239,7 +240,7 @@ def diagonal_scan_backward_kernel(
                     sigmoid_z = sigmoid(z_t)
                     y_t = sum_over_states(h * C_t[:, None, :, :]) + D_d * unpack_bits(xs[s], x)
                     dz_t = dy_t * y_t * sigmoid_z * (1.0 + z_t * (1.0 - sigmoid_z))
-                    tl.store(dz + (out + (t0 + s) * DIM), dz_t.to(dz.dtype.element_ty), mask=d_in & present)
+                    tl.store(dz + (t0 + s) * dz_row, dz_t.to(dz.dtype.element_ty), mask=d_in & present)
                     dy_t *= z_t * sigmoid_z
                 dC_ts += (sum_over_channels(h * broadcast_channels(dy_t, BLOCK_N), WARP_SUMS),)
                 dt_ts = (w,) + dt_ts

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
+from baton.kernels.common.shared_gradient import Place, claim, gradients_like
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu, target
 
@@ -317,8 +318,10 @@ class _ScanLaunch:
         )  # fmt: skip
         return y, final, checkpoints if keep else None, decay
 
-    def backward(self, checkpoints: Tensor, decay: Tensor | None, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the initial state and of all inputs."""
+    def backward(
+        self, checkpoints: Tensor, decay: Tensor | None, dy: Tensor, dfinal: Tensor, place: Place | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the initial state and of all inputs. place: for z's, as claimed."""
         x, dt, A, B, C, D, z, dt_bias = self.inputs
         dy, dfinal_states, block_t = (
             launch_utils.contiguous_last_dim(dy),
@@ -328,7 +331,8 @@ class _ScanLaunch:
         batch, length, channels, d_state = self.batch, self.length, self.channels, self.d_state
         if decay is not None:
             dfinal_states = self.combine(decay, self.transitions_backward(dy), dfinal_states, reverse=True)[0]
-        dx, ddt, dz = (None if like is None else self.empty(batch, length, channels, like=like) for like in (x, dt, z))
+        dx, ddt = (self.empty(batch, length, channels, like=like) for like in (x, dt))
+        dz = None if z is None else gradients_like((z,), (place,))[0]
         dA = None if A is None else self.empty(batch * self.num_splits, channels, d_state)
         dD, ddt_bias = sums = self.empty(2, batch * self.num_splits, channels)
         block_d, block_n = self.config.block_d_backward, self.options["BLOCK_N"]
@@ -340,8 +344,8 @@ class _ScanLaunch:
             self.backward_kernels.diagonal_scan_backward_kernel, block_t, x, dt, self.A, self.bc, D, self.or_x(z),
             self.or_x(dt_bias), self.or_x(self.pos), checkpoints, dfinal_states, dy, scratch,
             dx, ddt, self.or_x(dA), dbc_partial, dD, self.or_x(dz), ddt_bias, dinitial_state,
-            **self.strides(x=x, dt=dt, z=z, dy=dy), HAS_Z=z is not None, CHECKPOINT_INTERVAL=self.config.checkpoint_interval,
-            BLOCK_D=block_d, WARP_SUMS=self.warp_sums(block_t),
+            **self.strides(x=x, dt=dt, z=z, dy=dy, dz=dz), HAS_Z=z is not None,
+            CHECKPOINT_INTERVAL=self.config.checkpoint_interval, BLOCK_D=block_d, WARP_SUMS=self.warp_sums(block_t),
         )  # fmt: skip
         dB, dC = dbc_partial.sum(0, dtype=torch.float32).unbind(2)
         dD, ddt_bias = sums.sum(1)
@@ -363,6 +367,7 @@ class _Scan(torch.autograd.Function):
     def forward(ctx: Any, launch: _ScanLaunch, initial_state: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         y, final, *saved = launch.forward(initial_state, keep=True)
         ctx.activate, ctx.zoh, ctx.config = launch.options["ACTIVATE"], launch.zoh, launch.config
+        (ctx.place,) = claim(ScanInputs(*inputs).z)
         ctx.save_for_backward(launch.pos, *saved, *inputs)
         return y, final
 
@@ -371,7 +376,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
         pos, checkpoints, decay, *inputs = ctx.saved_tensors
         launch = _ScanLaunch(ScanInputs(*inputs), ctx.activate, ctx.zoh, pos, ctx.config)
-        grads = launch.backward(checkpoints, decay, dy, dfinal)
+        grads = launch.backward(checkpoints, decay, dy, dfinal, ctx.place)
         return (None, *(grad if needed else None for needed, grad in zip(ctx.needs_input_grad[1:], grads, strict=True)))
 
 

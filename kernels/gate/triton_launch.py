@@ -3,6 +3,7 @@
 If x and z, or q and f, are adjacent column views of one tensor, so are their gradients (`baton.kernels.common.adjacent_views`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.common import launch_utils
 from baton.kernels.common.adjacent_views import empty_like_adjacent, merge_adjacent
 from baton.kernels.common.launch_utils import LazyModule
+from baton.kernels.common.shared_gradient import claim, gradients_like
 from baton.kernels.compile.aot import on_gpu
 
 _kernels = LazyModule("baton.kernels.gate.triton_kernels")
@@ -77,7 +79,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, z: Tensor, kind: int, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, z)
-        ctx.kind = kind
+        ctx.kind, ctx.places = kind, claim(x, z)
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         x, z = launch_utils.as_rows(x, x.shape[-1]), launch_utils.as_rows(z, z.shape[-1])
         grid, sizes = _launch(x)
@@ -89,7 +91,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, z = ctx.saved_tensors
         shape, (x, z, dy) = x.shape, (launch_utils.as_rows(of, of.shape[-1]) for of in (x, z, dy))
-        dx, dz = _gradients(x, z)
+        dx, dz = gradients_like((x, z), ctx.places, _side_by_side)
         grid, sizes = _launch(x)
         _kernels.gate_backward_kernel[grid](
             x, z, dy, dx, dz, len(x), *(of.stride(0) for of in (x, z, dy, dx, dz)), KIND=ctx.kind, **sizes
@@ -130,7 +132,7 @@ class _ForgetGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, f: Tensor, factor: Tensor | None, number: float) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(q, f, factor)
-        ctx.number = number
+        ctx.number, ctx.places = number, claim(q, f)
         y, k, g = (torch.empty(q.shape, dtype=dtype, device=q.device) for dtype in (q.dtype, q.dtype, torch.float32))
         q, f = (launch_utils.as_rows(of, of.shape[-1]) for of in (q, f))
         programs, _, sizes = _tiles(q)
@@ -145,7 +147,7 @@ class _ForgetGate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dk: Tensor, dg: Tensor) -> tuple[Any, ...]:
         q, f, factor = ctx.saved_tensors
         shape, (q, f, dy, dk, dg) = q.shape, (launch_utils.as_rows(of, of.shape[-1]) for of in (q, f, dy, dk, dg))
-        dq, df = _gradients(q, f)
+        dq, df = gradients_like((q, f), ctx.places, _side_by_side)
         programs, blocks, sizes = _tiles(q)
         shares = dg if factor is None else torch.empty(blocks, shape[-1], dtype=torch.float32, device=q.device)
         _kernels.gate_forget_backward_kernel[programs](
@@ -165,11 +167,11 @@ def _factor_kind(factor: Tensor | None, number: float) -> int:
     return kind
 
 
-def _gradients(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for them, whichever comes first."""
-    turned = z.storage_offset() < x.storage_offset()
-    left, right = empty_like_adjacent((z, x) if turned else (x, z))
-    return (right, left) if turned else (left, right)
+def _side_by_side(xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Memory for gradients of xs, whichever comes first."""
+    order = sorted(range(len(xs)), key=lambda n: xs[n].storage_offset())
+    made = dict(zip(order, empty_like_adjacent([xs[n] for n in order]), strict=True))
+    return [made[n] for n in range(len(xs))]
 
 
 def _launch(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.adjacent_views import empty_like_heads
+from baton.kernels.common.shared_gradient import claim, gradients_like
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gated_linear_attention.launch_args import (
@@ -324,7 +325,7 @@ class _Gla(torch.autograd.Function):
         run = LinearAttentionLaunch(gate, scale, pos, g, given, config, low=given.low)
         y, last, kept = run.forward(initial_state, q.dtype, keep_states=keep_states)
         ctx.save_for_backward(q, k, v, g, initial_state, pos, *kept.tensors)
-        ctx.gate, ctx.scale, ctx.config = gate, scale, config
+        ctx.gate, ctx.scale, ctx.config, ctx.places = gate, scale, config, claim(q, k, v)
         ctx.set_materialize_grads(False)
         return y, last
 
@@ -338,7 +339,7 @@ class _Gla(torch.autograd.Function):
         run = LinearAttentionLaunch(ctx.gate, ctx.scale, pos, g, given, ctx.config, low=given.low)
         # a head that all share has a gradient of each
         of_heads = (q.shape[2], k.shape[2]) == (run.query_heads, run.heads)
-        into = Gradients(*empty_like_heads((q, k, v))) if of_heads else None
+        into = Gradients(*gradients_like((q, k, v), ctx.places, empty_like_heads)) if of_heads else None
         dq, dk, dv, dg, dfirst = run.backward(
             initial_state, Kept.of(kept), launch_utils.contiguous_last_dim(dy), dlast, into=into, decays=ctx.needs_input_grad[3]
         )

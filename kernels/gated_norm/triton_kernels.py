@@ -62,11 +62,12 @@ def gated_norm_forward_kernel(
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def gated_norm_backward_kernel(
-    x, z, u, weight, skip, scale, mean, dy, dx, dz, du, dweight, dskip, rows, blocks, x_row, z_row, u_row, dy_row, H,
+    x, z, u, weight, skip, scale, mean, dy, dx, dz, du, dweight, dskip, rows, blocks, x_row, z_row, u_row, dy_row, dz_row, H,
     D: tl.constexpr, KIND: tl.constexpr, GATE_FIRST: tl.constexpr, CENTER: tl.constexpr, PER_ROW: tl.constexpr,
     CHANNEL: tl.constexpr, AHEAD: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dx, dz and du [R, H D], and this program's shares of the gradients of the weight and of the skip's factors, [programs, H, D].
+    x, z, u, dy and dz: `_row` numbers between tokens.
 
     blocks: of tokens, of a program; AHEAD: of which so many are loaded ahead of the one that is computed.
     """
@@ -78,6 +79,7 @@ def gated_norm_backward_kernel(
         row = n * BR + tl.arange(0, BR)
         inside = (row < rows)[:, None] & (d < D)[None, :]
         of_row, at = row.to(tl.int64) * H + h, row[:, None].to(tl.int64) * (H * D) + column[None, :]
+        to_z = row[:, None].to(tl.int64) * dz_row + column[None, :]
         factor = tl.load(scale + of_row, mask=row < rows, other=0.0)
         x_rd, dy_rd = load_block(x, row, column, inside, x_row), load_block(dy, row, column, inside, dy_row)
         act, slope = activation(load_block(z, row, column, inside, z_row), KIND)
@@ -94,7 +96,7 @@ def gated_norm_backward_kernel(
         else:
             # y is normed w act(z)
             share += tl.sum(dy_rd * normed * act, 0)
-            tl.store(dz + at, (dy_rd * normed * w[None, :] * slope).to(dz.dtype.element_ty), mask=inside)
+            tl.store(dz + to_z, (dy_rd * normed * w[None, :] * slope).to(dz.dtype.element_ty), mask=inside)
             dy_rd *= act
         dnormed = dy_rd * w[None, :]
         along = tl.sum(dnormed * normed, 1) / D  # where nothing is, the weight is 0
@@ -103,7 +105,7 @@ def gated_norm_backward_kernel(
             dx_rd -= (tl.sum(dnormed, 1) / D)[:, None]
         dx_rd *= factor[:, None]
         if GATE_FIRST:
-            tl.store(dz + at, (dx_rd * x_rd * slope).to(dz.dtype.element_ty), mask=inside)
+            tl.store(dz + to_z, (dx_rd * x_rd * slope).to(dz.dtype.element_ty), mask=inside)
             dx_rd *= act
         tl.store(dx + at, dx_rd.to(dx.dtype.element_ty), mask=inside)
         if CHANNEL > 0:

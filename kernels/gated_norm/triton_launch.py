@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
+from baton.kernels.common.shared_gradient import claim, gradients_like
 from baton.kernels.compile.aot import on_gpu
 
 _kernels = LazyModule("baton.kernels.gated_norm.triton_kernels")
@@ -66,7 +67,7 @@ class _GatedNorm(torch.autograd.Function):
         heads, width = x.shape[-2:]
         ctx.channel = 0 if factors is None else heads * width // len(factors)
         ctx.options = {**options, "PER_ROW": weight.dim() == 2, "CHANNEL": ctx.channel}
-        ctx.most_blocks = most_blocks
+        ctx.most_blocks, ctx.places = most_blocks, claim(z)
         y = torch.empty(z.shape, dtype=dtype, device=x.device)
         x_rows, z_rows, u_rows = (launch_utils.as_rows(of, heads * width) for of in (x, z, x if u is None else u))
         tokens, sizes = len(x_rows), launch_sizes(width)
@@ -91,13 +92,14 @@ class _GatedNorm(torch.autograd.Function):
         )
         blocks = blocks_of_program(tokens, heads, sizes["BR"], ctx.most_blocks)
         programs = -(-tokens // (sizes["BR"] * blocks))
-        dx, dz = (torch.empty(of.shape, dtype=of.dtype, device=x.device) for of in (x, z))
+        dx, (dz,) = torch.empty(x.shape, dtype=x.dtype, device=x.device), gradients_like((z,), ctx.places)
+        dz_rows = dz.view(tokens, heads * width)
         du = dx if u is None else torch.empty(u.shape, dtype=u.dtype, device=x.device)
         share = torch.empty(programs, heads, width, dtype=torch.float32, device=x.device)
         skip_share = share if u is None else torch.empty_like(share)
         _kernels.gated_norm_backward_kernel[(programs, heads)](
-            x_rows, z_rows, u_rows, *_aligned(weight, factors), scale, mean, dy_rows, dx, dz, du, share, skip_share, tokens, blocks,
-            *(of.stride(0) for of in (x_rows, z_rows, u_rows, dy_rows)), heads, **ctx.options, **sizes,
+            x_rows, z_rows, u_rows, *_aligned(weight, factors), scale, mean, dy_rows, dx, dz_rows, du, share, skip_share, tokens,
+            blocks, *(of.stride(0) for of in (x_rows, z_rows, u_rows, dy_rows, dz_rows)), heads, **ctx.options, **sizes,
         )  # fmt: skip
         dweight = share.sum(0) if weight.dim() == 2 else share.sum((0, 1))
         if u is None:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.common import launch_utils
 from baton.kernels.common.adjacent_views import empty_like_heads
 from baton.kernels.common.launch_utils import LazyModule
+from baton.kernels.common.shared_gradient import claim, gradients_like
 from baton.kernels.gate.triton_launch import activate_columns
 from baton.kernels.gated_linear_attention.launch_args import QKV, Gradients, Kept, LaunchConfig, Side
 from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch, gla_final_state_triton, launch_config_for
@@ -99,6 +100,7 @@ class _Gsa(torch.autograd.Function):
             gate_logit_normalizer,
             config,
         )
+        ctx.places = claim(*given)
         ctx.set_materialize_grads(False)
         return y, keys, values
 
@@ -111,7 +113,7 @@ class _Gsa(torch.autograd.Function):
         q, k, v, g = given
         keys, values, into = dict[str, Any](), dict[str, Any](), None
         if ctx.gate_logit_normalizer is not None:
-            into_q, into_k, into_v, into = empty_like_heads(given)
+            into_q, into_k, into_v, into = gradients_like(given, ctx.places, empty_like_heads)
             keys = {"into": Gradients(into_q, into_k), "projected": Side(q, k)}
             values = {"into": Gradients(v=into_v), "projected": Side(None, v)}
             q, k, v = _activated(q, k, v) if made[0] is None else made[:3]

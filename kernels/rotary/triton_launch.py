@@ -4,7 +4,7 @@ q and k are usually column views of one projection: they are read through their 
 adjacent views of one tensor, which the projection's backward uses as one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
+from baton.kernels.common.shared_gradient import claim, gradients_like
 from baton.kernels.compile.aot import on_gpu
 
 _kernels = LazyModule("baton.kernels.rotary.triton_kernels")
@@ -60,6 +61,7 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
+        ctx.places = claim(q, k)
         turned_q, turned_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
         for x, y in ((q, turned_q), (k, turned_k)):
             _turn(x, cos, sin, y, back=False)
@@ -68,12 +70,17 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-        (cos, sin), (batch, length, _, dim) = ctx.saved_tensors, dys[0].shape
-        heads = [dy.shape[2] for dy in dys]
-        found = torch.empty(batch, length, sum(heads), dim, dtype=dys[0].dtype, device=cos.device).split(heads, dim=2)
+        cos, sin = ctx.saved_tensors
+        found = gradients_like(dys, ctx.places, _side_by_side)
         for dy, dx in zip(dys, found, strict=True):
             _turn(dy, cos, sin, dx, back=True)
         return *found, None, None
+
+
+def _side_by_side(xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Memory of the shapes of xs [B, T, heads, dim], as columns of one tensor."""
+    (batch, length, _, dim), heads = xs[0].shape, [x.shape[2] for x in xs]
+    return torch.empty(batch, length, sum(heads), dim, dtype=xs[0].dtype, device=xs[0].device).split(heads, dim=2)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, back: bool) -> None:

@@ -161,7 +161,7 @@ def short_conv_step_kernel(
 @triton.jit
 def block_backward(
     xs, dys, pos_s, t0, carry, taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end, d_in, T,
-    DIM: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr,
+    DIM: tl.constexpr, dx_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr,
     HAS_DTAIL_OUT: tl.constexpr, BLOCK_T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BLOCK_T tokens from t0 on. Gradients of inputs that no later token reaches are stored. EDGE: some tokens may lie
@@ -207,7 +207,7 @@ def block_backward(
             total += tl.load(dtail_out + (t - last) * DIM, mask=d_in & (t >= last) & (t < T), other=0.0).to(tl.float32)
         if EDGE:
             inside &= t < end
-        tl.store(dx + t * DIM, total.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + t * dx_row, total.to(dx.dtype.element_ty), mask=inside)
         if HAS_TAIL:
             tl.store(dtail + (t + W - 1) * DIM, total.to(dtail.dtype.element_ty), mask=d_in & (t < 0) & (begin == 0))
     return window, dx_pending, dtaps, dbias_d
@@ -215,10 +215,10 @@ def block_backward(
 
 @triton.jit
 def short_conv_backward_kernel(
-    x, weight, bias, tail, pos, dy, dtail_out, dx, dtail, sums, T, span, x_batch, dy_batch,
-    DIM: tl.constexpr, x_row: tl.constexpr, dy_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr,
-    SILU: tl.constexpr, HAS_DTAIL_OUT: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    x, weight, bias, tail, pos, dy, dtail_out, dx, dtail, sums, T, span, x_batch, dy_batch, dx_batch,
+    DIM: tl.constexpr, x_row: tl.constexpr, dy_row: tl.constexpr, dx_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr,
+    HAS_POS: tl.constexpr, SILU: tl.constexpr, HAS_DTAIL_OUT: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dx [batch, T, DIM], dtail [batch, W - 1, DIM], and for each span the gradients of taps and bias, [batch, spans, W + 1, DIM].
 
@@ -234,7 +234,7 @@ def short_conv_backward_kernel(
     prefetch_first_rows(lines, line_row, begin, last, BLOCK_T)
     x += b * x_batch + d
     dy += b * dy_batch + d
-    dx += b * T * DIM + d
+    dx += b * dx_batch + d
     tail += b * (W - 1) * DIM + d
     dtail += b * (W - 1) * DIM + d
     dtail_out += b * (W - 1) * DIM + d
@@ -260,14 +260,14 @@ def short_conv_backward_kernel(
         issue_loads()
         window, dx_pending, dtaps, dbias_d = block_backward(
             xs, dys, pos_s, b * 0 + t0, (window, dx_pending, dtaps, dbias_d), taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end,
-            d_in, T, DIM, W, HAS_TAIL, HAS_POS, SILU, HAS_DTAIL_OUT, BLOCK_T, not EVEN_T,
+            d_in, T, DIM, dx_row, W, HAS_TAIL, HAS_POS, SILU, HAS_DTAIL_OUT, BLOCK_T, not EVEN_T,
         )  # fmt: skip
         xs, dys, pos_s = next_xs, next_dys, next_pos
     # the tokens after the span, which its last inputs reach
     behind = b * 0 + begin + tl.cdiv(end - begin, BLOCK_T) * BLOCK_T
     window, dx_pending, dtaps, dbias_d = block_backward(
         xs, dys, pos_s, behind, (window, dx_pending, dtaps, dbias_d), taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end, d_in,
-        T, DIM, W, HAS_TAIL, HAS_POS, SILU, HAS_DTAIL_OUT, BLOCK_T, True,
+        T, DIM, dx_row, W, HAS_TAIL, HAS_POS, SILU, HAS_DTAIL_OUT, BLOCK_T, True,
     )  # fmt: skip
     sums += (b * tl.num_programs(2) + tl.program_id(2)) * (W + 1) * DIM + d
     for i in tl.static_range(W):

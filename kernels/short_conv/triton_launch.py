@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
+from baton.kernels.common.shared_gradient import claim, gradients_like
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.short_conv.torch_impl import new_tail
@@ -148,7 +149,7 @@ class _ShortConv(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)  # no zeros for the gradient of an unused tail
         ctx.save_for_backward(x, weight, bias, tail, pos)
-        ctx.silu, ctx.config = silu, config
+        ctx.silu, ctx.config, ctx.places = silu, config, claim(x)
         return _forward(x, weight, bias, tail, pos, silu, config, need_tail)
 
     @staticmethod
@@ -164,14 +165,15 @@ class _ShortConv(torch.autograd.Function):
         )
         batch, length, channels = x.shape
         grid, even = _grid(x, config), length % config.block_t == 0
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        (dx,) = gradients_like((x,), ctx.places)
         dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
         sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)
         _kernels.short_conv_backward_kernel[grid](
             rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
             x if tail is None else tail.contiguous(), x if pos is None else pos, dy,
             x if dleaving is None else dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1),
-            EVEN_T=even, HAS_DTAIL_OUT=dleaving is not None, **_options(rows, width, tail, pos, ctx.silu, config),
+            dx_batch=dx.stride(0), dx_row=dx.stride(1), EVEN_T=even, HAS_DTAIL_OUT=dleaving is not None,
+            **_options(rows, width, tail, pos, ctx.silu, config),
         )  # fmt: skip
         whole = sums.sum(0)
         grads = (dx, whole[:width].t().to(weight.dtype), whole[width].to(bias.dtype), None if tail is None else dtail)

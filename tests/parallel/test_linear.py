@@ -216,3 +216,16 @@ def test_a_product_is_added_in_float32_on_a_gpu(first):
         whole[64:160] = float("nan")
     accumulate_product(whole[64:160], a, b, first=first)
     assert relative(whole, exact) <= 1e-6
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_added_to_zeros_is_the_product_to_the_bit(dtype, rows, place):
+    """As steps have it that are recorded, where others begin with the product."""
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=g).to(place, dtype) for shape in ((96, rows), (96, 64)))
+    first, added = (of(rows, 64, dtype=torch.float32, device=place) for of in (torch.empty, torch.zeros))
+    for into, replaced in ((first, True), (added, False)):
+        accumulate_product(into, a.mT, b, first=replaced)
+    assert torch.equal(first, added)
