@@ -24,8 +24,6 @@ from baton.models.norm import HeadRMSNorm, unit
 from baton.models.settings.delta_rule import DeltaRuleConfig
 from baton.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
-_CONV = ShortConv("silu")
-
 
 class DeltaRuleMixer(Mixer):
     """x [B, T, M], pos [B, T], State {conv_q, conv_k [B, W-1, Q K], conv_v [B, W-1, H V], S [B, H, K, V]} -> y [B, T, M], State.
@@ -60,19 +58,23 @@ class DeltaRuleMixer(Mixer):
         q_BTD, k_BTD, v_BTD, beta_BTH, *extra = self.projected(x_BTM)
         final_state: State = {}
 
-        def convolved(name: str, x_BTD: Tensor) -> Tensor:
+        def convolved(name: str, x_BTD: Tensor, *, unit_length: bool = False) -> Tensor:
+            """unit_length: x / sqrt(|x|^2 + norm_eps) of each head, in the dtype of normalized keys."""
             weight, key = self.conv_weights[name], f"conv_{name}"
+            fused = unit_length and config.key_dtype == "compute"
+            conv = ShortConv("silu", config.d_key, self.norm.eps) if fused else ShortConv("silu")
             # the papers' convolutions have no bias
             bias = cached_constants.zeros(weight.shape[0], weight.dtype, weight.device)
             inputs, tail = (x_BTD, weight, bias), None if state is None else {"conv": state[key]}
-            y_BTD, final_tail = self.run_recurrence(_CONV, inputs, pos_BT, tail, forward_context)
+            y_BTD, final_tail = self.run_recurrence(conv, inputs, pos_BT, tail, forward_context)
             final_state[key] = final_tail["conv"]
-            return y_BTD.unflatten(2, (-1, config.d_value if name == "v" else config.d_key))
+            y_BTHD = y_BTD.unflatten(2, (-1, config.d_value if name == "v" else config.d_key))
+            return unit(y_BTHD, self.norm.eps, precise=dtype, dtype=dtype) if unit_length and not fused else y_BTHD
 
         g, beta_BTH = self.log_decay(extra), torch.sigmoid(beta_BTH.to(dtype))
         inputs = (
-            self._unit(convolved("q", q_BTD)),
-            self._unit(convolved("k", k_BTD)),
+            convolved("q", q_BTD, unit_length=True),
+            convolved("k", k_BTD, unit_length=True),
             convolved("v", v_BTD),
             beta_BTH if config.beta_max == 1.0 else config.beta_max * beta_BTH,
             *(() if g is None else (g,)),
@@ -82,8 +84,3 @@ class DeltaRuleMixer(Mixer):
         o_BTHV, S = self.run_recurrence(recurrence, inputs, pos_BT, None if state is None else {"S": state["S"]}, forward_context)
         final_state |= S
         return self.out_proj(self.normed(o_BTHV, extra)), final_state
-
-    def _unit(self, x_BTHK: Tensor) -> Tensor:
-        """x / sqrt(|x|^2 + norm_eps)."""
-        precise = self.norm.weight.dtype
-        return unit(x_BTHK, self.norm.eps, precise=precise, dtype=x_BTHK.dtype if self.config.key_dtype == "compute" else precise)

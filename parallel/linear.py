@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from baton.kernels.common.shared_gradient import SharedGradient
+from baton.kernels.shared_gradient import SharedGradient
 from baton.parallel.comm_timing import describe_collective, reported_wait, timed_wait
 
 _NARROW = 512

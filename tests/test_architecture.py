@@ -27,7 +27,7 @@ ARROWS = {
     "kernels": set(),
     "data_pipeline": set(),
     "configs": set(),
-    "parallel": {"kernels.protocol", "kernels.state_message", "kernels.embedding", "kernels.adamw"},
+    "parallel": {"kernels.protocol", "kernels.state_message", "kernels.embedding", "kernels.adamw", "kernels.shared_gradient"},
     "models": {"kernels", "parallel"},
     "training": {"kernels", "parallel", "models", "data_pipeline"},
     "launcher": {"parallel", "models", "training", "data_pipeline", "configs"},

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
-from baton.kernels.common.shared_gradient import Place, claim, gradients_like
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu, target
+from baton.kernels.shared_gradient import Place, claim, gradients_like
 
 _forward_kernels = LazyModule("baton.kernels.diagonal_scan.triton_forward")
 _backward_kernels = LazyModule("baton.kernels.diagonal_scan.triton_backward")

@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.adjacent_views import empty_like_heads
-from baton.kernels.common.shared_gradient import claim, gradients_like
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.gated_linear_attention.launch_args import (
@@ -29,6 +28,7 @@ from baton.kernels.gated_linear_attention.launch_args import (
 )
 from baton.kernels.gated_linear_attention.reference import Gate
 from baton.kernels.gated_linear_attention.shared_launch import launch_shared_dqk
+from baton.kernels.shared_gradient import claim, gradients_like
 
 KERNEL = "gated_linear_attention"
 _DEFAULT = LaunchConfig()

@@ -21,12 +21,12 @@ from torch.autograd.function import once_differentiable
 from baton.kernels.common import launch_utils
 from baton.kernels.common.adjacent_views import empty_like_heads
 from baton.kernels.common.launch_utils import LazyModule
-from baton.kernels.common.shared_gradient import claim, gradients_like
 from baton.kernels.gate.triton_launch import activate_columns
 from baton.kernels.gated_linear_attention.launch_args import QKV, Gradients, Kept, LaunchConfig, Side
 from baton.kernels.gated_linear_attention.triton_launch import LinearAttentionLaunch, gla_final_state_triton, launch_config_for
 from baton.kernels.gated_slot_attention.reference import SlotActivation
 from baton.kernels.protocol import State
+from baton.kernels.shared_gradient import claim, gradients_like
 
 _kernels = LazyModule("baton.kernels.gated_slot_attention.triton_kernels")
 

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
-from baton.kernels.common.shared_gradient import claim, gradients_like
 from baton.kernels.compile.aot import on_gpu
+from baton.kernels.shared_gradient import claim, gradients_like
 
 _kernels = LazyModule("baton.kernels.rotary.triton_kernels")
 

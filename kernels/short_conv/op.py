@@ -6,11 +6,13 @@ anywhere, also into segments shorter than the tail.
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
+from baton.kernels.rms_norm import rms_norm
 from baton.kernels.short_conv.torch_impl import short_conv_torch
-from baton.kernels.short_conv.triton_launch import short_conv_triton, use_triton
+from baton.kernels.short_conv.triton_launch import fits_in_block, short_conv_triton, use_triton
 
 Activation = Literal["silu"]
 
@@ -26,6 +28,8 @@ def short_conv(
     pos: Tensor | None = None,
     tail: Tensor | None = None,
     activation: Activation | None = None,
+    unit_width: int | None = None,
+    unit_eps: float = 0.0,
     need_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Causal depthwise convolution over a segment of a sequence (Gu & Dao 2023, figure 3; mamba's conv1d), with W = width:
@@ -40,6 +44,10 @@ def short_conv(
             segment or close before it.
         tail: the width - 1 inputs before this segment, oldest first, [batch, width - 1, channels] in x's dtype. None: zeros.
         activation: "silu" for y * sigmoid(y) on the output, or None.
+        unit_width: channels of a head, of which each becomes y / sqrt(|y|^2 + unit_eps), as queries and keys of the delta rule are
+            normalized; computed behind the activation and, on a GPU with heads of up to 256 channels, a power of two, before the
+            result is rounded. None: there are no heads.
+        unit_eps: added to the sum of squares.
         need_tail: False: the new tail is not computed and has no rows.
 
     Tensors are all float64, or any mix of float32, bfloat16 and float16; the mix is computed in float32, on a GPU by Triton
@@ -51,7 +59,7 @@ def short_conv(
         raises a RuntimeError.
 
     Raises:
-        KernelError: an argument has another shape, dtype or device than stated, by name; T = 0.
+        KernelError: an argument has another shape, dtype or device than stated, by name; T = 0; heads do not divide the channels.
     """
     if not isinstance(x, Tensor):
         raise KernelError(f"{_KERNEL}: x is a {type(x).__name__}, expected a tensor of shape (batch, T, channels)")
@@ -69,6 +77,21 @@ def short_conv(
         expect_positions(_KERNEL, pos, batch, length, device)
     if activation is not None and activation not in _ACTIVATIONS:
         raise KernelError(f"{_KERNEL}: activation is {activation!r}, expected None or one of {_ACTIVATIONS}")
-    if use_triton(x):
-        return short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", need_tail=need_tail)
-    return short_conv_torch(x, weight, bias, pos=pos, tail=tail, silu=activation == "silu", need_tail=need_tail)
+    if unit_width is not None and (unit_width < 1 or channels % unit_width):
+        raise KernelError(f"{_KERNEL}: unit_width is {unit_width}, expected a divisor of the {channels} channels")
+    silu = activation == "silu"
+    if not use_triton(x):
+        y, leaving = short_conv_torch(x, weight, bias, pos=pos, tail=tail, silu=silu, need_tail=need_tail)
+    elif unit_width is None or fits_in_block(unit_width):
+        unit = None if unit_width is None else (unit_width, unit_eps)
+        return short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=silu, unit=unit, need_tail=need_tail)
+    else:
+        y, leaving = short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=silu, need_tail=need_tail)
+    return y if unit_width is None else unit_heads(y, unit_width, unit_eps), leaving
+
+
+def unit_heads(y: Tensor, width: int, eps: float) -> Tensor:
+    """y / sqrt(|y|^2 + eps) over each head of `width` channels of [..., channels], rounded to y's dtype."""
+    precise = torch.promote_types(y.dtype, torch.float32)
+    weight = torch.full((width,), width**-0.5, dtype=precise, device=y.device)
+    return rms_norm(y.unflatten(-1, (-1, width)), weight, eps / width, dtype=y.dtype).flatten(-2)

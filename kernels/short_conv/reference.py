@@ -17,6 +17,8 @@ def short_conv_reference(
     pos: Tensor | None = None,
     tail: Tensor | None = None,
     activation: str | None = None,
+    unit_width: int | None = None,
+    unit_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """As `op.short_conv`, in the dtype of the promoted inputs; nothing is checked.
 
@@ -35,5 +37,10 @@ def short_conv_reference(
             if pos is not None:
                 tap_BC = tap_BC.masked_fill((pos[:, t] < j)[:, None], 0.0)
             y_BC = y_BC + tap_BC
-        y_BTC.append(torch.nn.functional.silu(y_BC) if activation == "silu" else y_BC)
+        if activation == "silu":
+            y_BC = torch.nn.functional.silu(y_BC)
+        if unit_width is not None:
+            heads = y_BC.unflatten(1, (-1, unit_width))
+            y_BC = (heads / (heads.square().sum(2, keepdim=True) + unit_eps).sqrt()).flatten(1)
+        y_BTC.append(y_BC)
     return torch.stack(y_BTC, dim=1), history_BTC[:, length:]

@@ -97,12 +97,22 @@ def prefetch_first_rows(lines, line_row, begin, last, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
+def sum_over_head(x, UNIT: tl.constexpr):
+    """Of [BLOCK_D] channels, for each the sum over the UNIT channels of its head."""
+    if x.shape[0] == UNIT:
+        return tl.sum(x, 0)
+    else:
+        by_head = tl.reshape(x, [x.shape[0] // UNIT, UNIT])
+        return tl.reshape(tl.broadcast_to(tl.sum(by_head, 1)[:, None], by_head.shape), x.shape)
+
+
+@triton.jit
 def short_conv_forward_kernel(
-    x, weight, bias, tail, pos, y, T, span, x_batch,
+    x, weight, bias, tail, pos, y, T, span, x_batch, eps,
     DIM: tl.constexpr, x_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr,
-    EVEN_T: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    UNIT: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """y [batch, T, DIM]."""
+    """y [batch, T, DIM]. UNIT: channels of a head, whose length becomes 1 but for eps; 0: there are no heads."""
     d, b = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.program_id(1).to(tl.int64)
     d_in = d < DIM
     x += b * x_batch + d
@@ -124,7 +134,11 @@ def short_conv_forward_kernel(
             starts_document = pos_s[s] == 0 if HAS_POS else False
             window, x_t = reset_window(window, starts_document, HAS_POS, W), unpack_bits(xs[s], x)
             total = convolve(bias_d, taps, window, x_t, W)
-            outputs += (total * sigmoid(total) if SILU else total,)
+            if SILU:
+                total *= sigmoid(total)
+            if UNIT > 0:
+                total *= tl.rsqrt(sum_over_head(total * total, UNIT) + eps)
+            outputs += (total,)
             window = shift_window(window, x_t, W)
         for s in tl.static_range(BLOCK_T):
             row = y + (b * 0 + t0 + s) * DIM
@@ -134,8 +148,9 @@ def short_conv_forward_kernel(
 
 @triton.jit
 def short_conv_step_kernel(
-    x, weight, bias, tail, pos, y, x_batch,
-    DIM: tl.constexpr, W: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr,
+    x, weight, bias, tail, pos, y, x_batch, eps,
+    DIM: tl.constexpr, W: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr, EVEN_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One token of every sequence: y [batch, DIM], and the tail [batch, W - 1, DIM] moved on by it in place."""
     d, b = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.program_id(1).to(tl.int64)
@@ -153,6 +168,8 @@ def short_conv_step_kernel(
     total = convolve(bias_d, taps, window, kept[W - 1].to(tl.float32), W)
     if SILU:
         total *= sigmoid(total)
+    if UNIT > 0:
+        total *= tl.rsqrt(sum_over_head(total * total, UNIT) + eps)
     tl.store(y + b * DIM + d, total.to(y.dtype.element_ty), mask=d_in)
     for i in tl.static_range(W - 1):
         tl.store(tail + i * DIM, kept[i + 1], mask=d_in)
@@ -160,9 +177,9 @@ def short_conv_step_kernel(
 
 @triton.jit
 def block_backward(
-    xs, dys, pos_s, t0, carry, taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end, d_in, T,
+    xs, dys, pos_s, t0, carry, taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end, d_in, T, eps,
     DIM: tl.constexpr, dx_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr,
-    HAS_DTAIL_OUT: tl.constexpr, BLOCK_T: tl.constexpr, EDGE: tl.constexpr,
+    UNIT: tl.constexpr, HAS_DTAIL_OUT: tl.constexpr, BLOCK_T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BLOCK_T tokens from t0 on. Gradients of inputs that no later token reaches are stored. EDGE: some tokens may lie
     past the span, and belong to the next one, or past the end.
@@ -175,10 +192,16 @@ def block_backward(
     for s in tl.static_range(BLOCK_T):
         window, x_t = reset_window(window, pos_s[s] == 0 if HAS_POS else False, HAS_POS, W), unpack_bits(xs[s], x)
         g = unpack_bits(dys[s], dy)
-        if SILU:
+        if SILU or UNIT > 0:
             total = convolve(bias_d, taps, window, x_t, W)
-            sigmoid_t = sigmoid(total)
-            g *= sigmoid_t * (1.0 + total * (1.0 - sigmoid_t))
+            sigmoid_t = sigmoid(total) if SILU else 1.0
+            if UNIT > 0:
+                activated = total * sigmoid_t
+                scale = tl.rsqrt(sum_over_head(activated * activated, UNIT) + eps)
+                along = sum_over_head(activated * g, UNIT) * (scale * scale)
+                g = scale * (g - along * activated)
+            if SILU:
+                g *= sigmoid_t * (1.0 + total * (1.0 - sigmoid_t))
         dy_own = g
         if EDGE:
             g = tl.where(t0 + s < T, g, 0.0)
@@ -215,10 +238,10 @@ def block_backward(
 
 @triton.jit
 def short_conv_backward_kernel(
-    x, weight, bias, tail, pos, dy, dtail_out, dx, dtail, sums, T, span, x_batch, dy_batch, dx_batch,
+    x, weight, bias, tail, pos, dy, dtail_out, dx, dtail, sums, T, span, x_batch, dy_batch, dx_batch, eps,
     DIM: tl.constexpr, x_row: tl.constexpr, dy_row: tl.constexpr, dx_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr,
-    HAS_POS: tl.constexpr, SILU: tl.constexpr, HAS_DTAIL_OUT: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    HAS_POS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr, HAS_DTAIL_OUT: tl.constexpr, EVEN_T: tl.constexpr,
+    EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """dx [batch, T, DIM], dtail [batch, W - 1, DIM], and for each span the gradients of taps and bias, [batch, spans, W + 1, DIM].
 
@@ -260,14 +283,14 @@ def short_conv_backward_kernel(
         issue_loads()
         window, dx_pending, dtaps, dbias_d = block_backward(
             xs, dys, pos_s, b * 0 + t0, (window, dx_pending, dtaps, dbias_d), taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end,
-            d_in, T, DIM, dx_row, W, HAS_TAIL, HAS_POS, SILU, HAS_DTAIL_OUT, BLOCK_T, not EVEN_T,
+            d_in, T, eps, DIM, dx_row, W, HAS_TAIL, HAS_POS, SILU, UNIT, HAS_DTAIL_OUT, BLOCK_T, not EVEN_T,
         )  # fmt: skip
         xs, dys, pos_s = next_xs, next_dys, next_pos
     # the tokens after the span, which its last inputs reach
     behind = b * 0 + begin + tl.cdiv(end - begin, BLOCK_T) * BLOCK_T
     window, dx_pending, dtaps, dbias_d = block_backward(
         xs, dys, pos_s, behind, (window, dx_pending, dtaps, dbias_d), taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end, d_in,
-        T, DIM, dx_row, W, HAS_TAIL, HAS_POS, SILU, HAS_DTAIL_OUT, BLOCK_T, True,
+        T, eps, DIM, dx_row, W, HAS_TAIL, HAS_POS, SILU, UNIT, HAS_DTAIL_OUT, BLOCK_T, True,
     )  # fmt: skip
     sums += (b * tl.num_programs(2) + tl.program_id(2)) * (W + 1) * DIM + d
     for i in tl.static_range(W):

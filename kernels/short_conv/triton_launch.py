@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
 from baton.kernels.common.launch_utils import LazyModule
-from baton.kernels.common.shared_gradient import claim, gradients_like
 from baton.kernels.compile import launch_configs
 from baton.kernels.compile.aot import on_gpu
+from baton.kernels.shared_gradient import claim, gradients_like
 from baton.kernels.short_conv.torch_impl import new_tail
 
 _kernels = LazyModule("baton.kernels.short_conv.triton_kernels")
@@ -29,7 +29,7 @@ class LaunchConfig:
     """Block sizes of the kernels.
 
     Attributes:
-        block_d: channels of a program, which is one warp; a power of two.
+        block_d: channels of a program, which is one warp; a power of two. Of wider heads a program has one, and more warps.
         block_t: tokens loaded together, one block ahead of the computation.
         span: tokens of a program; a multiple of block_t.
     """
@@ -44,6 +44,12 @@ _DEFAULT = LaunchConfig()
 _STEP_CHANNELS = 256
 """Channels of a program that runs one token."""
 
+_WIDEST_HEAD = 256
+"""Most channels of a head that is made a unit one, a power of two."""
+
+Unit = tuple[int, float]
+"""Channels of a head that is made a unit one, and what is added to the sum of its squares."""
+
 
 def use_triton(x: Tensor) -> bool:
     """Whether tensors like x are computed by these kernels: on a GPU, in float32."""
@@ -51,20 +57,21 @@ def use_triton(x: Tensor) -> bool:
 
 
 def short_conv_triton(
-    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool,
+    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor | None, silu: bool, unit: Unit | None = None,
     config: LaunchConfig | None = None, need_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `op.short_conv`, which checks the arguments."""
-    config, pos = _with_room(config or _launch_config_for(x, weight), weight.shape[1]), launch_utils.int32_positions(pos)
+    """As `op.short_conv`, which checks the arguments; of heads that `fits_in_block`."""
+    config, pos = config or _launch_config_for(x, weight), launch_utils.int32_positions(pos)
+    config = _with_room(config, weight.shape[1], 0 if unit is None else unit[0])
     inputs = (x, weight, bias, tail)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        y, leaving = _ShortConv.apply(*inputs, pos, silu, config, need_tail)
+        y, leaving = _ShortConv.apply(*inputs, pos, silu, unit, config, need_tail)
         return y, leaving
-    return _forward(x, weight, bias, tail, pos, silu, config, need_tail)
+    return _forward(x, weight, bias, tail, pos, silu, unit, config, need_tail)
 
 
 def short_conv_step_triton(
-    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor, silu: bool
+    x: Tensor, weight: Tensor, bias: Tensor, *, pos: Tensor | None, tail: Tensor, silu: bool, unit: Unit | None = None
 ) -> tuple[Tensor, Tensor]:
     """`op.short_conv` of one token a sequence, x [batch, 1, channels], without gradients. The new tail is written over the given
     one if that is contiguous."""
@@ -74,7 +81,7 @@ def short_conv_step_triton(
     _kernels.short_conv_step_kernel[(-(-channels // block_d), batch)](
         rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias), tail, x if pos is None else pos, y,
         rows.stride(0), DIM=channels, W=width, HAS_POS=pos is not None, SILU=silu, EVEN_D=channels % block_d == 0,
-        BLOCK_D=block_d, num_warps=4, num_stages=1,
+        BLOCK_D=block_d, num_warps=4, num_stages=1, **_unit_options(unit),
     )  # fmt: skip
     return y, tail
 
@@ -90,11 +97,27 @@ def _launch_config_for(x: Tensor, weight: Tensor) -> LaunchConfig:
     return launch_configs.choose(KERNEL, _DEFAULT, x.device, shape_of(weight.shape[1], x.element_size()), sizes)
 
 
+def fits_in_block(unit_width: int) -> bool:
+    """Whether the kernels make heads of so many channels unit ones: a program has all channels of a head."""
+    return unit_width <= _WIDEST_HEAD and unit_width == launch_utils.next_power_of_2(unit_width)
+
+
+def warps_of(unit: Unit | None) -> int:
+    """Warps of a program: its registers hold the inputs of 128 channels for each."""
+    return 1 if unit is None else max(1, unit[0] // 128)
+
+
+def _unit_options(unit: Unit | None) -> dict[str, Any]:
+    width, eps = unit or (0, 0.0)
+    return {"UNIT": width, "eps": eps}
+
+
 @cache
-def _with_room(config: LaunchConfig, width: int) -> LaunchConfig:
-    """A block of tokens is at least as long as a token's gradient reaches back."""
+def _with_room(config: LaunchConfig, width: int, unit_width: int) -> LaunchConfig:
+    """A block of tokens is at least as long as a token's gradient reaches back; one of channels has whole heads."""
     steps = max(config.block_t, launch_utils.next_power_of_2(width - 1))
-    return replace(config, block_t=steps, span=-(-config.span // steps) * steps)
+    channels = max(config.block_d, unit_width)
+    return replace(config, block_d=channels, block_t=steps, span=-(-config.span // steps) * steps)
 
 
 def _grid(x: Tensor, config: LaunchConfig) -> tuple[int, int, int]:
@@ -102,8 +125,11 @@ def _grid(x: Tensor, config: LaunchConfig) -> tuple[int, int, int]:
     return -(-channels // config.block_d), batch, -(-length // config.span)
 
 
-def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, silu: bool, config: LaunchConfig) -> dict[str, Any]:
+def _options(
+    x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, silu: bool, unit: Unit | None, config: LaunchConfig
+) -> dict[str, Any]:
     return {
+        **_unit_options(unit),
         "T": x.shape[1],
         "span": config.span,
         "x_batch": x.stride(0),
@@ -116,7 +142,7 @@ def _options(x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, sil
         "EVEN_D": x.shape[2] % config.block_d == 0,
         "BLOCK_D": config.block_d,
         "BLOCK_T": config.block_t,
-        "num_warps": 1,
+        "num_warps": warps_of(unit),
         "num_stages": 1,
     }
 
@@ -128,6 +154,7 @@ def _forward(
     tail: Tensor | None,
     pos: Tensor | None,
     silu: bool,
+    unit: Unit | None,
     config: LaunchConfig,
     need_tail: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -136,7 +163,7 @@ def _forward(
     _kernels.short_conv_forward_kernel[_grid(x, config)](
         rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
         x if tail is None else tail.contiguous(), x if pos is None else pos, y, EVEN_T=x.shape[1] % config.block_t == 0,
-        **_options(rows, width, tail, pos, silu, config),
+        **_options(rows, width, tail, pos, silu, unit, config),
     )  # fmt: skip
     return y, new_tail(x, tail, width - 1) if need_tail else x.new_empty(x.shape[0], 0, x.shape[2])
 
@@ -145,12 +172,12 @@ class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None, pos: Tensor | None, silu: bool,
-        config: LaunchConfig, need_tail: bool,
+        unit: Unit | None, config: LaunchConfig, need_tail: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)  # no zeros for the gradient of an unused tail
         ctx.save_for_backward(x, weight, bias, tail, pos)
-        ctx.silu, ctx.config, ctx.places = silu, config, claim(x)
-        return _forward(x, weight, bias, tail, pos, silu, config, need_tail)
+        ctx.silu, ctx.unit, ctx.config, ctx.places = silu, unit, config, claim(x)
+        return _forward(x, weight, bias, tail, pos, silu, unit, config, need_tail)
 
     @staticmethod
     @once_differentiable
@@ -173,8 +200,8 @@ class _ShortConv(torch.autograd.Function):
             x if tail is None else tail.contiguous(), x if pos is None else pos, dy,
             x if dleaving is None else dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1),
             dx_batch=dx.stride(0), dx_row=dx.stride(1), EVEN_T=even, HAS_DTAIL_OUT=dleaving is not None,
-            **_options(rows, width, tail, pos, ctx.silu, config),
+            **_options(rows, width, tail, pos, ctx.silu, ctx.unit, config),
         )  # fmt: skip
         whole = sums.sum(0)
         grads = (dx, whole[:width].t().to(weight.dtype), whole[width].to(bias.dtype), None if tail is None else dtail)
-        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:4], grads, strict=True)), *(None,) * 4)
+        return (*(grad if want else None for want, grad in zip(ctx.needs_input_grad[:4], grads, strict=True)), *(None,) * 5)

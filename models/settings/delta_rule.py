@@ -1,5 +1,6 @@
 """Settings that DeltaNet, Gated DeltaNet and Kimi Delta Attention share."""
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import ClassVar
 
@@ -18,6 +19,9 @@ from baton.models.settings.declarations import (
     split,
 )
 from baton.models.settings.saved_tensors import saved_by_norm, saved_by_unit
+
+UNIT_WIDTHS = tuple(2**n for n in range(9))
+"""Widths of heads that the GPU kernel of a short convolution normalizes itself (kernels.short_conv.triton_launch.fits_in_block)."""
 
 
 class DeltaRuleConfig(MixerConfig):
@@ -114,6 +118,7 @@ class DeltaRuleConfig(MixerConfig):
         # where keys are float32 all products are, of half as many tokens
         width = heads * chunk // (2 if kept == "float32" else 1)
         *convs, S = self.state(d_model)
+        fused = kept == "compute" and self.d_key in UNIT_WIDTHS
         saved = [
             SavedTensor("in_proj input", d_model, "compute", split=False),
             SavedTensor("in_proj output", 2 * keys + values + heads * (1 + sum(self.gates.values())), "compute"),
@@ -128,11 +133,11 @@ class DeltaRuleConfig(MixerConfig):
             *saved_by_norm("norm", values, rows=heads),
             SavedTensor("out_proj input", values, "compute"),
         ]
-        for name in "qk":
-            saved += [
-                *saved_by_unit(f"length of {name}", keys, rows=keys // self.d_key),
-                SavedTensor(f"unit {name}", keys, self.key_dtype),
-            ]
+        for name in ("q", "k"):
+            of_length = saved_by_unit(f"length of {name}", keys, rows=keys // self.d_key)
+            # a GPU's convolution normalizes what it writes, and computes it again from its input
+            saved += [replace(tensor, device="cpu") for tensor in of_length if tensor.device != "gpu"] if fused else of_length
+            saved.append(SavedTensor(f"unit {name}", keys, self.key_dtype))
         return MixerCosts(
             saved=tuple(saved),
             recurrences=(

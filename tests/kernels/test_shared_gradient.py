@@ -7,13 +7,13 @@ import torch
 from support.recurrences import seeded
 from torch import nn
 
-from baton.kernels.common.shared_gradient import SharedGradient, claim
 from baton.kernels.diagonal_scan.triton_launch import ScanInputs, diagonal_scan_triton
 from baton.kernels.gate.triton_launch import forget_gate_triton, gate_triton
 from baton.kernels.gated_linear_attention.triton_launch import gla_triton
 from baton.kernels.gated_norm.triton_launch import gated_norm_triton
 from baton.kernels.gated_slot_attention.triton_launch import gsa_triton
 from baton.kernels.rotary.triton_launch import rotary_triton
+from baton.kernels.shared_gradient import SharedGradient, claim
 from baton.kernels.short_conv.triton_launch import short_conv_triton
 from baton.parallel import linear as linears
 

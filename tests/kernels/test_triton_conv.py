@@ -47,12 +47,13 @@ def with_gradients(function, given, pos, cotangents, **options):
     return {"y": y, "leaving": leaving, **dict(zip(leaves, grads))}
 
 
-def compare(length, width, *, tail, starts, silu, dtype=torch.float32, config=LAUNCH_CONFIG):
-    given, pos, cotangents = example(length, width, tail=tail, starts=starts, dtype=dtype)
-    expected = with_gradients(short_conv_reference, given, pos, cotangents, activation="silu" if silu else None)
+def compare(length, width, *, tail, starts, silu, dtype=torch.float32, config=LAUNCH_CONFIG, channels=11, unit=None):
+    given, pos, cotangents = example(length, width, tail=tail, starts=starts, dtype=dtype, channels=channels)
+    options = {"activation": "silu" if silu else None, "unit_width": unit and unit[0], "unit_eps": unit[1] if unit else 0.0}
+    expected = with_gradients(short_conv_reference, given, pos, cotangents, **options)
     rounded = {name: None if x is None else x.to(DEVICE, dtype) for name, x in given.items()}
     own_pos = None if pos is None else pos.to(DEVICE)
-    found = with_gradients(short_conv_triton, rounded, own_pos, cotangents, silu=silu, config=config)
+    found = with_gradients(short_conv_triton, rounded, own_pos, cotangents, silu=silu, unit=unit, config=config)
     for name, value in expected.items():
         assert relative_error(found[name].double().cpu(), value) <= LIMITS[dtype], (name, length, width)
 
@@ -69,7 +70,26 @@ def test_a_block_has_lines_of_channels_that_are_not():
     compare(9, 4, tail=True, starts=True, silu=True, config=LaunchConfig(block_d=64, block_t=4, span=8))
 
 
+@pytest.mark.parametrize(("tail", "starts", "silu"), every_pair((False, True), (False, True), (False, True)))
+def test_heads_of_length_1(tail, starts, silu):
+    """A block of several heads, of one, and one that is wider than the block; channels that are no whole blocks."""
+    for length, channels, head in ((21, 12, 4), (9, 24, 8), (5, 48, 16), (9, 6, 1), (2, 12, 2)):
+        compare(length, 4, tail=tail, starts=starts, silu=silu, channels=channels, unit=(head, 0.1))
+
+
+def test_heads_of_zeros_stay_zeros_and_have_gradients():
+    given, _, (dy, _) = example(9, 4, tail=False, starts=False, dtype=torch.float32, channels=8)
+    x = torch.zeros_like(given["x"], dtype=torch.float32, device=DEVICE).requires_grad_()
+    weight, bias = given["weight"].to(x), torch.zeros(8, device=DEVICE)
+    y, _ = short_conv_triton(x, weight, bias, pos=None, tail=None, silu=True, unit=(4, 1e-5), config=LAUNCH_CONFIG)
+    (dx,) = torch.autograd.grad(y, x, dy.to(y))
+    assert not y.any()
+    assert dx.isfinite().all()
+    assert dx.any()
+
+
 def test_bfloat16_is_rounded_once():
+    compare(21, 4, tail=True, starts=True, silu=True, dtype=torch.bfloat16, channels=12, unit=(4, 1e-5))
     compare(21, 4, tail=True, starts=True, silu=True, dtype=torch.bfloat16)
 
 
@@ -152,9 +172,15 @@ def test_what_is_loaded_was_asked_for(length, unasked):
 
 
 @pytest.mark.parametrize(
-    ("width", "silu", "dtype"), [(4, True, torch.bfloat16), (4, False, torch.float32), (2, True, torch.float32)]
+    ("width", "silu", "dtype", "unit"),
+    [
+        (4, True, torch.bfloat16, None),
+        (4, False, torch.float32, None),
+        (2, True, torch.float32, None),
+        (4, True, torch.float32, (4, 0.1)),
+    ],
 )
-def test_a_step_is_one_token_whose_tail_is_written_over_the_one_before(width, silu, dtype):
+def test_a_step_is_one_token_whose_tail_is_written_over_the_one_before(width, silu, dtype, unit):
     """Also where a document starts, or has started within the tail; more channels than a program has."""
     g, limit = seeded(width), LIMITS[dtype]
     x, tail, weight, bias = (
@@ -163,10 +189,11 @@ def test_a_step_is_one_token_whose_tail_is_written_over_the_one_before(width, si
     pos = torch.tensor([7, 0, 1, 2], dtype=torch.int32, device=DEVICE)[:, None]
     for own_pos in (pos, None):
         given, token = tail.clone(), x[:, 1:2]  # a view whose rows are further apart than its channels
-        y, leaving = short_conv_step_triton(token, weight, bias, pos=own_pos, tail=given, silu=silu)
+        y, leaving = short_conv_step_triton(token, weight, bias, pos=own_pos, tail=given, silu=silu, unit=unit)
         expected, moved = short_conv_reference(
             token.double().cpu(), weight.double().cpu(), bias.double().cpu(), pos=None if own_pos is None else own_pos.cpu(),
-            tail=tail.double().cpu(), activation="silu" if silu else None,
+            tail=tail.double().cpu(), activation="silu" if silu else None, unit_width=unit and unit[0],
+            unit_eps=unit[1] if unit else 0.0,
         )  # fmt: skip
         assert relative_error(y.double().cpu(), expected) <= limit
         assert leaving.data_ptr() == given.data_ptr()

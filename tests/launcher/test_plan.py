@@ -167,7 +167,9 @@ def test_chunks_and_buckets_are_the_kernels():
     from baton.kernels.lattice import chunked as lattice
     from baton.kernels.lattice.triton_launch import LaunchConfig as LatticeLaunchConfig
     from baton.kernels.mamba3_mimo.triton_launch import MOST_INPUTS
+    from baton.kernels.short_conv.triton_launch import fits_in_block
     from baton.kernels.window_attention import chunked as window_attention
+    from baton.models.settings.delta_rule import UNIT_WIDTHS
     from baton.parallel.deepspeed_settings import deepspeed_config
 
     assert cost_model.LINEAR_ATTENTION_CHUNK == linear_attention.CHUNK == slot_attention.CHUNK
@@ -175,6 +177,7 @@ def test_chunks_and_buckets_are_the_kernels():
     assert generalized_delta_rule.CHUNK == cost_model.GENERALIZED_DELTA_RULE_CHUNK
     assert GLALaunchConfig().chunk == cost_model.LINEAR_ATTENTION_CHUNK
     assert DeltaRuleLaunchConfig().chunk == cost_model.DELTA_RULE_CHUNK
+    assert tuple(width for width in range(1, 1025) if fits_in_block(width)) == UNIT_WIDTHS
     assert MOST_INPUTS == cost_model.MAMBA3_MOST_INPUTS
     assert SCORES_SHARE == cost_model.SCORES_SHARE
     assert lattice._SEQUENTIAL_CHUNK == cost_model.LATTICE_SEQUENTIAL_CHUNK

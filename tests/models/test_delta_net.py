@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support.compare import relative_error
 from support.fla import naive
 
+from baton.kernels.delta_rule.recurrence import DeltaRule
 from baton.models.mixer import build_mixer
 from baton.models.mixer_context import MixerContext
 from baton.models.mixers.gated_delta_net import GatedDeltaNet
@@ -119,16 +120,29 @@ def test_the_gated_mixer_is_qwen3_nexts_layer_with_the_same_weights(single_mesh,
 def test_keys_are_never_longer_than_one(dtype, single_mesh):
     """Whatever the matmuls are computed in: with beta_max = 2 a longer key would make the state grow for ever. With less a key may
     be longer by a rounding."""
-    layer = _built(DeltaNetConfig(heads=4, d_key=6, d_value=10, beta_max=2.0), dtype)
-    rounded = _built(DeltaNetConfig(heads=4, d_key=6, d_value=10), dtype)
     scales = torch.tensor([0.0, 1e-6, 1e-2, 1.0, 1e3, 1e6])
-    u = (torch.randn(3, 6, 4, 6, generator=torch.Generator().manual_seed(4)) * scales[:, None, None]).to(dtype)
-    length = layer._unit(u).norm(dim=-1)
-    assert (length <= 1 + 1e-6).all()
-    assert (length[:, 3:] >= 1 - 1e-4).all()
-    assert not length[:, 0].any()
-    assert rounded._unit(u).dtype == dtype
-    assert (rounded._unit(u).float().norm(dim=-1) <= 1 + (2**-8 if dtype == torch.bfloat16 else 1e-6)).all()
+    x = torch.randn(6, 5, D_MODEL, generator=torch.Generator().manual_seed(4)) * scales[:, None, None]
+    lengths = {}
+    for beta_max in (1.0, 2.0):
+        layer, read = _built(DeltaNetConfig(heads=4, d_key=6, d_value=10, beta_max=beta_max), dtype), []
+        run = layer.run_recurrence
+
+        def watched(recurrence, inputs, *others, read=read, run=run):
+            if isinstance(recurrence, DeltaRule):
+                read += inputs[:2]
+            return run(recurrence, inputs, *others)
+
+        layer.run_recurrence = watched
+        layer(x.to(dtype), torch.arange(5, dtype=torch.int32).expand(6, -1), None)
+        assert {of.dtype for of in read} == {torch.float32 if beta_max == 2 else dtype}
+        lengths[beta_max] = torch.stack([of.float().norm(dim=-1) for of in read])
+    assert (lengths[2.0] <= 1 + 1e-6).all()
+    assert (lengths[1.0] <= 1 + (2**-8 if dtype == torch.bfloat16 else 1e-6)).all()
+    for length in lengths.values():
+        assert (
+            length[:, 4:].median() >= 1 - 1e-2
+        )  # of large negative sums nothing is left, and of a head of them none of its length
+        assert not length[:, 0].any()
 
 
 def test_initial_decays_are_mamba_2s(single_mesh):
