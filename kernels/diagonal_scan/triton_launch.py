@@ -367,7 +367,7 @@ class _Scan(torch.autograd.Function):
     def forward(ctx: Any, launch: _ScanLaunch, initial_state: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         y, final, *saved = launch.forward(initial_state, keep=True)
         ctx.activate, ctx.zoh, ctx.config = launch.options["ACTIVATE"], launch.zoh, launch.config
-        (ctx.place,) = claim(ScanInputs(*inputs).z)
+        (ctx.place,) = claim(inputs[ScanInputs._fields.index("z")])
         ctx.save_for_backward(launch.pos, *saved, *inputs)
         return y, final
 
