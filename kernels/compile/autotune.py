@@ -87,7 +87,10 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
         {"stages": (1, 2, 3), "stages_backward": (1, 2, 3)},
         {"registers": (128, 255)},
     ),
-    short_conv.KERNEL: ({"block_d": (64, 128, 256), "block_t": (4, 8, 16)}, {"span": (64, 128, 256, 512)}),
+    short_conv.KERNEL: (
+        {"block_d": (64, 128, 256), "block_t": (4, 8, 16), "block_t_backward": (4, 8)},
+        {"span": (32, 64, 128, 256), "span_backward": (64, 128, 256, 512)},
+    ),
 }
 """For each kernel, the steps of the search: tuples of fields that are varied together. Chunk lengths that `baton plan` relies on
 are not varied."""
@@ -192,7 +195,9 @@ def _fits(config: Any) -> bool:
     if isinstance(config, lattice.LaunchConfig):
         # slots per warp: with more, registers spill; with fewer, warps mostly wait for memory
         return all(8 <= n <= 16 for n in (config.slots // config.warps, config.slots_backward // config.warps_backward))
-    return not isinstance(config, short_conv.LaunchConfig) or config.span % config.block_t == 0
+    if isinstance(config, short_conv.LaunchConfig):
+        return config.span % config.block_t == 0 and config.span_backward % config.block_t_backward == 0
+    return True
 
 
 def _scan(request: launch_configs.Request, device: torch.device, dtype: torch.dtype) -> tuple[Call, Any, Any]:

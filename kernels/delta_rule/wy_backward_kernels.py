@@ -10,6 +10,7 @@ the first; one program per chunk computes all other gradients from them.
 import triton
 import triton.language as tl
 
+from baton.kernels.common.triton_prefetch import line_pointers, prefetch, prefetch_rows
 from baton.kernels.delta_rule.wy_forward_kernels import apply_inverse
 from baton.kernels.gated_linear_attention.triton_common import (
     NONE,
@@ -20,11 +21,11 @@ from baton.kernels.gated_linear_attention.triton_common import (
     last_token,
     load_gate_sums,
     load_positions,
+    load_rows,
     load_state_block,
-    load_tokens,
     pairwise_decays,
     round_operand,
-    store_tokens,
+    store_rows,
 )
 
 
@@ -71,8 +72,15 @@ def wy_u_backward_kernel(
         n = tl.cast(behind - 1 - step, tl.int64)
         begin = n * C
         left = T - (behind - 1 - step) * C
-        k_x = load_tokens(k + begin * k_row, i, k_row, x, left, X)
-        dy_t = load_tokens(dy + begin * dy_row, i, dy_row, y, left, Y)
+        # what the next step loads; registers and shared memory have no room for it
+        next_n = tl.maximum(n - 1, 0)
+        prefetch_rows(k + next_n * C * k_row, i, k_row, C, 0, X, BX)
+        prefetch_rows(dy + next_n * C * dy_row, i, dy_row, C, tl.program_id(0) * BY, Y, BY)
+        prefetch(line_pointers(scores + next_n * (C * C), C * C, C * C))
+        prefetch(line_pointers(inverse + next_n * PLANES * (C * C), PLANES * C * C, PLANES * C * C))
+        prefetch_rows(q + next_n * C * q_row, i, q_row, C, 0, X, BX)
+        k_x = load_rows(k + begin * k_row, i, k_row, x, left, X)
+        dy_t = load_rows(dy + begin * dy_row, i, dy_row, y, left, Y)
         read = tl.load(scores + n * (C * C) + square)
         beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
         at = load_positions(pos + b * T + begin, i, left, HAS_POS)
@@ -87,12 +95,12 @@ def wy_u_backward_kernel(
         du += dot(tl.trans(read), dy_t * scale, DOT_DTYPE)
         dr_t = apply_inverse(inverse + n * PLANES * (C * C), square, du, True, DOT_DTYPE, C)
         # not before: it would take registers that the others need
-        q_x = load_tokens(q + begin * q_row, i, q_row, x, left, X)
+        q_x = load_rows(q + begin * q_row, i, q_row, x, left, X)
         dS *= chunk_decay(total, at_last, C, HAS_POS)
         dS += dot(tl.trans(q_x), dy_t * (since * scale)[:, None], DOT_DTYPE)
         dS -= dot(tl.trans(k_x), (since * beta_t)[:, None] * dr_t, DOT_DTYPE)
         if KEEP:
-            store_tokens(dr + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, dr_t)
+            store_rows(dr + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, dr_t)
     if KEEP:
         tl.store(dfirst + head + where, dS, mask=inside & (p == 0))
     else:
@@ -105,7 +113,7 @@ def chunk_products(a, b, i, left, a_row, b_row, X: tl.constexpr, DOT_DTYPE: tl.c
     found = tl.zeros([C, C], tl.float32)
     for x0 in range(0, X, BX):
         x = x0 + tl.arange(0, BX)
-        found += dot(load_tokens(a, i, a_row, x, left, X), tl.trans(load_tokens(b, i, b_row, x, left, X)), DOT_DTYPE)
+        found += dot(load_rows(a, i, a_row, x, left, X), tl.trans(load_rows(b, i, b_row, x, left, X)), DOT_DTYPE)
     return found
 
 
@@ -139,10 +147,10 @@ def wy_dbeta_zero_kernel(
             recalled = tl.zeros([C, BY], tl.float32)
             for x0 in range(0, X, BX):
                 x = x0 + tl.arange(0, BX)
-                recalled += dot(load_tokens(k, i, k_row, x, left, X), load_state_block(states, x, y, X, Y), DOT_DTYPE)
-            earlier = dot_tf32(found, load_tokens(u + of_rows * Y, i, H * Y, y, left, Y).to(tl.float32), DOT_DTYPE)
-            missed = load_tokens(v, i, v_row, y, left, Y).to(tl.float32) - since[:, None] * recalled - earlier
-            dbeta_t += tl.sum(load_tokens(dr + of_rows * Y, i, H * Y, y, left, Y).to(tl.float32) * missed, 1)
+                recalled += dot(load_rows(k, i, k_row, x, left, X), load_state_block(states, x, y, X, Y), DOT_DTYPE)
+            earlier = dot_tf32(found, load_rows(u + of_rows * Y, i, H * Y, y, left, Y).to(tl.float32), DOT_DTYPE)
+            missed = load_rows(v, i, v_row, y, left, Y).to(tl.float32) - since[:, None] * recalled - earlier
+            dbeta_t += tl.sum(load_rows(dr + of_rows * Y, i, H * Y, y, left, Y).to(tl.float32) * missed, 1)
         tl.store(dbeta + of_rows + i * H, dbeta_t, mask=nothing)
 
 
@@ -173,9 +181,9 @@ def wy_gradients_kernel(
     beta_t = tl.load(beta + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
     y = tl.arange(0, BY)
     dy_y, u_y, dr_y = (
-        load_tokens(dy, i, dy_row, y, left, Y),
-        load_tokens(u, i, H * Y, y, left, Y),
-        load_tokens(dr, i, H * Y, y, left, Y),
+        load_rows(dy, i, dy_row, y, left, Y),
+        load_rows(u, i, H * Y, y, left, Y),
+        load_rows(dr, i, H * Y, y, left, Y),
     )
     # of what is read of each write, and of A but for beta and the decays
     over_writes = tl.zeros([C, C], tl.float32)
@@ -183,75 +191,75 @@ def wy_gradients_kernel(
     for y0 in range(0, Y, BY):
         if Y > BY:
             y = y0 + tl.arange(0, BY)
-            dy_y = load_tokens(dy, i, dy_row, y, left, Y)
-            u_y, dr_y = load_tokens(u, i, H * Y, y, left, Y), load_tokens(dr, i, H * Y, y, left, Y)
+            dy_y = load_rows(dy, i, dy_row, y, left, Y)
+            u_y, dr_y = load_rows(u, i, H * Y, y, left, Y), load_rows(dr, i, H * Y, y, left, Y)
         over_writes += dot(dy_y, tl.trans(u_y), DOT_DTYPE)
         over_keys += dot(dr_y, tl.trans(u_y), DOT_DTYPE)
-        store_tokens(dv + of_rows * Y, i, H * Y, y, left, Y, beta_t[:, None] * dr_y.to(tl.float32))
+        store_rows(dv + of_rows * Y, i, H * Y, y, left, Y, beta_t[:, None] * dr_y.to(tl.float32))
     at = load_positions(pos, i, left, HAS_POS)
     at_last = last_token(at, C)
     summed = load_gate_sums(sums, i, left, i, H, X, GATE)
     total = last_token(summed, C)
     since, until = decay_from_start(summed, at, C, HAS_POS), decay_to_end(summed, total, at_last, C, HAS_POS)
     decays = pairwise_decays(summed, at, C, GATE, HAS_POS)
+    # beta multiplies what u / beta is; where there is no quotient, `wy_dbeta_zero_kernel` comes after this one
     times_beta = tl.sum(tl.where(i[:, None] == i[None, :], over_keys, 0.0), 1)
-    over_writes *= decays * scale
-    if GATE != NONE:
-        # what a gate's gradient grows by from a token on to the one before it: of pairs on one side of a gate what the later token
-        # brings the earlier one takes away, for every pair is the same number in both sums
-        pairs = over_writes * chunk_products(q, k, i, left, q_row, k_row, X, DOT_DTYPE, C, BX)
-    over_writes = round_operand(over_writes, DOT_DTYPE)
+    tl.store(dbeta + of_rows + i * H, times_beta / tl.where(beta_t == 0.0, 1.0, beta_t), mask=i < left)
     over_keys *= tl.where(i[:, None] > i[None, :], -beta_t[:, None] * decays, 0.0)
     both = round_operand(over_keys + tl.trans(over_keys), DOT_DTYPE)
     if GATE != NONE:
-        pairs += over_keys * chunk_products(k, k, i, left, k_row, k_row, X, DOT_DTYPE, C, BX)
-        flow = tl.sum(pairs, 1) - tl.sum(pairs, 0)
+        # what a gate's gradient grows by from a token on to the one before it: of pairs on one side of a gate what the later token
+        # brings the earlier one takes away, for every pair is the same number in both sums
+        over_keys *= chunk_products(k, k, i, left, k_row, k_row, X, DOT_DTYPE, C, BX)
+        flow = tl.sum(over_keys, 1) - tl.sum(over_keys, 0)
+    over_writes *= decays * scale
+    if GATE != NONE:
+        pairs = over_writes * chunk_products(q, k, i, left, q_row, k_row, X, DOT_DTYPE, C, BX)
+        flow += tl.sum(pairs, 1) - tl.sum(pairs, 0)
+    over_writes = round_operand(over_writes, DOT_DTYPE)
+    if GATE != NONE:
         # in all, what reaches the chunk's end of what entered and of what is written
-        met = tl.zeros([BX], tl.float32)
-        brought = tl.zeros([C], tl.float32)
+        met, brought = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     for x0 in range(0, X, BX):
         x = x0 + tl.arange(0, BX)
         S, dS = load_state_block(states, x, y, X, Y), load_state_block(cotangents, x, y, X, Y)
-        k_x, q_x = load_tokens(k, i, k_row, x, left, X), load_tokens(q, i, q_row, x, left, X)
         dq_x = tl.zeros([C, BX], tl.float32)
         for y0 in range(0, Y, BY):
             if Y > BY:
                 y = y0 + tl.arange(0, BY)
-                dy_y, S = load_tokens(dy, i, dy_row, y, left, Y), load_state_block(states, x, y, X, Y)
+                dy_y, S = load_rows(dy, i, dy_row, y, left, Y), load_state_block(states, x, y, X, Y)
             dq_x += dot(dy_y, tl.trans(S), DOT_DTYPE)
+            if GATE != NONE:
+                # a product's trace: the elements would take many registers
+                over_y = dot(S, tl.trans(load_state_block(cotangents, x, y, X, Y)), DOT_DTYPE)
+                trace = tl.sum(tl.where(tl.arange(0, BX)[:, None] == tl.arange(0, BX)[None, :], over_y, 0.0), 1)
+                met += tl.sum(trace[None, :], 1)  # of [1, BX]: with a sum over one dimension alone Triton 3.6 fails for sm_100
+        k_x, q_x = load_rows(k, i, k_row, x, left, X), load_rows(q, i, q_row, x, left, X)
         dq_x *= (since * scale)[:, None]
         if GATE != NONE:
             flow += tl.sum(q_x * dq_x, 1)
         dq_x += dot(over_writes, k_x, DOT_DTYPE)
-        store_tokens(dq + of_rows * X, i, H * X, x, left, X, dq_x)
+        store_rows(dq + of_rows * X, i, H * X, x, left, X, dq_x)
         written = tl.zeros([C, BX], tl.float32)
         recalled = tl.zeros([C, BX], tl.float32)
         for y0 in range(0, Y, BY):
             if Y > BY:
                 y = y0 + tl.arange(0, BY)
-                u_y, dr_y = load_tokens(u, i, H * Y, y, left, Y), load_tokens(dr, i, H * Y, y, left, Y)
+                u_y, dr_y = load_rows(u, i, H * Y, y, left, Y), load_rows(dr, i, H * Y, y, left, Y)
                 S, dS = load_state_block(states, x, y, X, Y), load_state_block(cotangents, x, y, X, Y)
             written += dot(u_y, tl.trans(dS), DOT_DTYPE)
             recalled += dot(dr_y, tl.trans(S), DOT_DTYPE)
-            if GATE != NONE:
-                # a product's trace: the elements would take many registers
-                over_y = dot(S, tl.trans(dS), DOT_DTYPE)
-                met += tl.sum(tl.where(tl.arange(0, BX)[:, None] == tl.arange(0, BX)[None, :], over_y, 0.0), 1)
         written *= until[:, None]
         recalled *= (since * beta_t)[:, None]
         if GATE != NONE:
             of_token = tl.sum(k_x * written, 1)
-            brought += of_token
+            brought += tl.sum(of_token[None, :], 1)
             flow -= of_token + tl.sum(k_x * recalled, 1)
+        q_x = load_rows(q, i, q_row, x, left, X)
         dk_x = written - recalled + dot(tl.trans(over_writes), q_x, DOT_DTYPE)
         dk_x += dot(both, k_x, DOT_DTYPE)
-        store_tokens(dk + of_rows * X, i, H * X, x, left, X, dk_x)
-    to = of_rows + i * H
+        store_rows(dk + of_rows * X, i, H * X, x, left, X, dk_x)
     if GATE != NONE:
-        # of [1, BX]: with a sum over one dimension alone Triton 3.6 fails for sm_100
-        behind = tl.sum(met[None, :], 1) * chunk_decay(total, at_last, C, HAS_POS) + tl.sum(brought[None, :], 1)
+        behind = met * chunk_decay(total, at_last, C, HAS_POS) + brought
         grad_g = tl.cumsum(flow, 0, reverse=True) + behind
-        tl.store(dg + to, grad_g, mask=i < left)
-    # beta multiplies what u / beta is; where there is no quotient, `wy_dbeta_zero_kernel` comes after this one
-    dbeta_t = times_beta / tl.where(beta_t == 0.0, 1.0, beta_t)
-    tl.store(dbeta + to, dbeta_t, mask=i < left)
+        tl.store(dg + of_rows + i * H, grad_g, mask=i < left)

@@ -31,12 +31,15 @@ class LaunchConfig:
     Attributes:
         block_d: channels of a program, which is one warp; a power of two. Of wider heads a program has one, and more warps.
         block_t: tokens loaded together, one block ahead of the computation.
-        span: tokens of a program; a multiple of block_t.
+        span: tokens of a program; a multiple of block_t. Shorter ones are more programs, whose loads hide each other's waiting.
+        block_t_backward, span_backward: the same in the backward pass, whose programs have more to compute and more to sum up.
     """
 
     block_d: int = 128
     block_t: int = 4
-    span: int = 128
+    span: int = 64
+    block_t_backward: int = 8
+    span_backward: int = 128
 
 
 _DEFAULT = LaunchConfig()
@@ -115,23 +118,27 @@ def _unit_options(unit: Unit | None) -> dict[str, Any]:
 @cache
 def _with_room(config: LaunchConfig, width: int, unit_width: int) -> LaunchConfig:
     """A block of tokens is at least as long as a token's gradient reaches back; one of channels has whole heads."""
-    steps = max(config.block_t, launch_utils.next_power_of_2(width - 1))
-    channels = max(config.block_d, unit_width)
-    return replace(config, block_d=channels, block_t=steps, span=-(-config.span // steps) * steps)
+    channels, least = max(config.block_d, unit_width), launch_utils.next_power_of_2(width - 1)
+    steps = max(config.block_t, least)
+    # of the widest heads the compiler spills where more tokens are loaded together
+    back = max(min(config.block_t_backward, 4) if unit_width == _WIDEST_HEAD else config.block_t_backward, least)
+    spans = {"span": -(-config.span // steps) * steps, "span_backward": -(-config.span_backward // back) * back}
+    return replace(config, block_d=channels, block_t=steps, block_t_backward=back, **spans)
 
 
-def _grid(x: Tensor, config: LaunchConfig) -> tuple[int, int, int]:
+def _grid(x: Tensor, block_d: int, span: int) -> tuple[int, int, int]:
     batch, length, channels = x.shape
-    return -(-channels // config.block_d), batch, -(-length // config.span)
+    return -(-channels // block_d), batch, -(-length // span)
 
 
 def _options(
-    x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, silu: bool, unit: Unit | None, config: LaunchConfig
-) -> dict[str, Any]:
+    x: Tensor, width: int, tail: Tensor | None, pos: Tensor | None, silu: bool, unit: Unit | None, block_d: int, block_t: int,
+    span: int,
+) -> dict[str, Any]:  # fmt: skip
     return {
         **_unit_options(unit),
         "T": x.shape[1],
-        "span": config.span,
+        "span": span,
         "x_batch": x.stride(0),
         "DIM": x.shape[2],
         "x_row": x.stride(1),
@@ -139,9 +146,10 @@ def _options(
         "HAS_TAIL": tail is not None,
         "HAS_POS": pos is not None,
         "SILU": silu,
-        "EVEN_D": x.shape[2] % config.block_d == 0,
-        "BLOCK_D": config.block_d,
-        "BLOCK_T": config.block_t,
+        "EVEN_T": x.shape[1] % block_t == 0,
+        "EVEN_D": x.shape[2] % block_d == 0,
+        "BLOCK_D": block_d,
+        "BLOCK_T": block_t,
         "num_warps": warps_of(unit),
         "num_stages": 1,
     }
@@ -160,10 +168,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     rows, width = launch_utils.contiguous_last_dim(x), weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _kernels.short_conv_forward_kernel[_grid(x, config)](
+    _kernels.short_conv_forward_kernel[_grid(x, config.block_d, config.span)](
         rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
-        x if tail is None else tail.contiguous(), x if pos is None else pos, y, EVEN_T=x.shape[1] % config.block_t == 0,
-        **_options(rows, width, tail, pos, silu, unit, config),
+        x if tail is None else tail.contiguous(), x if pos is None else pos, y,
+        **_options(rows, width, tail, pos, silu, unit, config.block_d, config.block_t, config.span),
     )  # fmt: skip
     return y, new_tail(x, tail, width - 1) if need_tail else x.new_empty(x.shape[0], 0, x.shape[2])
 
@@ -190,17 +198,18 @@ class _ShortConv(torch.autograd.Function):
             ctx.config,
             weight.shape[1],
         )
-        batch, length, channels = x.shape
-        grid, even = _grid(x, config), length % config.block_t == 0
+        grid = _grid(x, config.block_d, config.span_backward)
         (dx,) = gradients_like((x,), ctx.places)
         dtail = x if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device=x.device)
-        sums = torch.empty(batch * grid[2], width + 1, channels, dtype=torch.float32, device=x.device)
+        sums = torch.empty(grid[1] * grid[2], width + 1, x.shape[2], dtype=torch.float32, device=x.device)
         _kernels.short_conv_backward_kernel[grid](
             rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
             x if tail is None else tail.contiguous(), x if pos is None else pos, dy,
             x if dleaving is None else dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1),
-            dx_batch=dx.stride(0), dx_row=dx.stride(1), EVEN_T=even, HAS_DTAIL_OUT=dleaving is not None,
-            **_options(rows, width, tail, pos, ctx.silu, ctx.unit, config),
+            dx_batch=dx.stride(0), dx_row=dx.stride(1), HAS_DTAIL_OUT=dleaving is not None,
+            **_options(
+                rows, width, tail, pos, ctx.silu, ctx.unit, config.block_d, config.block_t_backward, config.span_backward
+            ),
         )  # fmt: skip
         whole = sums.sum(0)
         grads = (dx, whole[:width].t().to(weight.dtype), whole[width].to(bias.dtype), None if tail is None else dtail)

@@ -13,7 +13,7 @@ from baton.kernels.short_conv.reference import short_conv_reference
 from baton.kernels.short_conv.triton_launch import LaunchConfig, short_conv_step_triton, short_conv_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LAUNCH_CONFIG = LaunchConfig(block_d=8, block_t=4, span=8)
+LAUNCH_CONFIG = LaunchConfig(block_d=8, block_t=4, span=8, block_t_backward=4, span_backward=8)
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}  # bfloat16: what comes out is rounded to it
 
 
@@ -67,7 +67,14 @@ def test_outputs_and_gradients_are_the_definitions(tail, starts, silu):
 
 
 def test_a_block_has_lines_of_channels_that_are_not():
-    compare(9, 4, tail=True, starts=True, silu=True, config=LaunchConfig(block_d=64, block_t=4, span=8))
+    compare(
+        9,
+        4,
+        tail=True,
+        starts=True,
+        silu=True,
+        config=LaunchConfig(block_d=64, block_t=4, span=8, block_t_backward=8, span_backward=16),
+    )
 
 
 @pytest.mark.parametrize(("tail", "starts", "silu"), every_pair((False, True), (False, True), (False, True)))
@@ -161,7 +168,7 @@ def test_views_are_taken_and_equal_calls_give_equal_bits():
 @pytest.mark.parametrize("length", [64, 61])
 def test_what_is_loaded_was_asked_for(length, unasked):
     """In the backward pass every load was prefetched, except a program's first block and the inputs before it."""
-    config = LaunchConfig(block_d=64, block_t=4, span=32)
+    config = LaunchConfig(block_d=64, block_t_backward=4, span_backward=32)
     given, _, cotangents = example(length, 4, tail=False, starts=False, dtype=torch.float32, channels=64, batch=1)
     given = {name: None if x is None else x.float() for name, x in given.items()}
     with_gradients(short_conv_triton, given, None, cotangents, silu=True, config=config)

@@ -796,7 +796,7 @@ def _kernels(arch):
     from baton.kernels.diagonal_scan.triton_common import LONGHORN, MAMBA, MAMBA_ZOH
     from baton.kernels.diagonal_scan.triton_launch import KERNEL, default_launch_config, shape_of
     from baton.kernels.short_conv import triton_kernels
-    from baton.kernels.short_conv.triton_launch import _STEP_CHANNELS, warps_of
+    from baton.kernels.short_conv.triton_launch import _STEP_CHANNELS, _with_room, warps_of
     from baton.kernels.short_conv.triton_launch import LaunchConfig as ConvLaunchConfig
 
     conv_config = ConvLaunchConfig()
@@ -848,20 +848,22 @@ def _kernels(arch):
         )
     conv = {"HAS_TAIL": True, "HAS_POS": True, "SILU": True, "UNIT": 0, "EVEN_D": True, "DIM": CHANNELS, "W": 4}
     conv |= {"BLOCK_D": conv_config.block_d, "BLOCK_T": conv_config.block_t}
+    back = {**conv, "EVEN_T": True, "HAS_DTAIL_OUT": False, "BLOCK_T": conv_config.block_t_backward}
     yield "conv", triton_kernels.short_conv_forward_kernel, {**conv, "EVEN_T": True}, 1, "bf16"
     step = {name: conv[name] for name in ("HAS_POS", "SILU", "UNIT", "EVEN_D", "DIM", "W")} | {"BLOCK_D": _STEP_CHANNELS}
     yield "conv step", triton_kernels.short_conv_step_kernel, step, 4, "bf16"
     for unit in (64, 128, 256):
-        heads = {"UNIT": unit, "EVEN_T": True, "BLOCK_D": max(conv_config.block_d, unit)}
-        yield f"conv, heads of {unit}", triton_kernels.short_conv_forward_kernel, {**conv, **heads}, warps_of((unit, 0.0)), "bf16"
-        back = {**conv, **heads, "HAS_DTAIL_OUT": False}
-        yield f"conv backward, heads of {unit}", triton_kernels.short_conv_backward_kernel, back, warps_of((unit, 0.0)), "bf16"
+        config, warps = _with_room(conv_config, 4, unit), warps_of((unit, 0.0))
+        heads = {**conv, "UNIT": unit, "EVEN_T": True, "BLOCK_D": config.block_d, "BLOCK_T": config.block_t}
+        yield f"conv, heads of {unit}", triton_kernels.short_conv_forward_kernel, heads, warps, "bf16"
+        heads = {**heads, "BLOCK_T": config.block_t_backward, "HAS_DTAIL_OUT": False}
+        yield f"conv backward, heads of {unit}", triton_kernels.short_conv_backward_kernel, heads, warps, "bf16"
         yield f"conv step, heads of {unit}", triton_kernels.short_conv_step_kernel, {**step, "UNIT": unit}, 4, "bf16"
-    yield "conv backward", triton_kernels.short_conv_backward_kernel, {**conv, "EVEN_T": True, "HAS_DTAIL_OUT": False}, 1, "bf16"
+    yield "conv backward", triton_kernels.short_conv_backward_kernel, back, 1, "bf16"
     yield (
         "conv backward, tail taken",
         triton_kernels.short_conv_backward_kernel,
-        {**conv, "EVEN_T": True, "HAS_DTAIL_OUT": True},
+        {**back, "HAS_DTAIL_OUT": True},
         1,
         "bf16",
     )
