@@ -139,7 +139,7 @@ class RunConfig(BaseModel):
 
     def unrecordable(self) -> list[str]:
         """Settings with which passes cannot be recorded as CUDA graphs: passes in parts or of changing sizes, or not on a GPU."""
-        unfit = [name for name, settings in self.model.mixers.items() if not settings.segments_are_recordable]
+        unfit = [name for name, settings in self.model.mixers.items() if settings.state_grows]
         reasons = {
             f"layout.pipeline={self.layout.pipeline}": self.layout.pipeline > 1,
             f"training.bptt over layout.context={self.layout.context}": self.training.bptt is not None and self.layout.context > 1,
@@ -157,7 +157,7 @@ class RunConfig(BaseModel):
         if found := self.unrecordable():
             raise ConfigError(
                 f"training.cuda_graphs=true does not go with {' and '.join(found)}: a graph is of passes through all layers on a "
-                f"GPU, over whole sequences, or in segments on one context rank, without full attention and Mamba-3; set "
+                f"GPU, over whole sequences, or in segments on one context rank, without full attention; set "
                 f"training.cuda_graphs=false"
             )
 

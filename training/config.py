@@ -122,7 +122,7 @@ class TrainingConfig(_Settings):
         "auto",
         description="launch all kernels of a pass at once: faster where the host takes longer to launch kernels than the GPU to "
         "run them, for somewhat more memory. Possible where a GPU has all layers; in segments (bptt) on one context rank, without "
-        "full attention and Mamba-3. Hooks on modules do not run. auto: where it is possible and fits, except on a CPU",
+        "full attention. Hooks on modules do not run. auto: where it is possible and fits, except on a CPU",
     )
     offload_kv: bool | Literal["auto"] = Field(
         "auto",

@@ -267,10 +267,12 @@ class Arithmetic(StageParameters):
         kept = (self.activations(full_recompute=False) - self._kept_states) * (5 + 2 * again)
         weights = self._multiplied * (3 * work.compute_bytes + (12 if work.compute_bytes == 2 else 8))
         summed = 20 if self._bucket else 4  # gradients: read for their norm; before, copied to a bucket and back
+        # weights in the compute dtype: written by the update, or read and written behind the exchange over data ranks
+        cast = 2 if work.gpu and not self._bucket else 6
         update = (
             summed * self.local_count
             + (12 + 2 * self._moments_bytes) * self._part
-            + (6 * self._copied if work.compute_bytes == 2 else 0)
+            + (cast * self._copied if work.compute_bytes == 2 else 0)
         )
         return Operations(
             matrix=tokens * (matmuls + (RECURRENCE_PASSES + again) * found.matrix),

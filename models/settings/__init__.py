@@ -57,11 +57,6 @@ class MixerConfig(BaseModel):
         return False
 
     @property
-    def segments_are_recordable(self) -> bool:
-        """Whether passes over segments of a sequence can be recorded as CUDA graphs."""
-        return not self.state_grows
-
-    @property
     def longest_tail(self) -> int:
         """Number of previous tokens that the State keeps (of a convolution or window). A context-parallel rank's span must be at
         least this long."""

@@ -84,10 +84,6 @@ class Mamba3Config(MixerConfig):
         """The number of heads. Raises ValueError if head_dim does not divide d_inner."""
         return whole("head_dim", "expand * d_model / head_dim", self.expand * d_model, self.head_dim)
 
-    @property
-    def segments_are_recordable(self) -> bool:
-        return False  # on an H200 the gradient of angle_proj, of one row in the test, has other bits when it is recorded
-
     def sizes(self, d_model: int) -> dict[str, int]:
         found = {"expand * model.d_model / head_dim": self.head_count(d_model)}
         return found | ({"n_groups": self.n_groups} if self.n_groups > 1 else {})

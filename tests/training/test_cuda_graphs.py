@@ -204,7 +204,7 @@ def test_recorded_passes_are_plain_passes_to_the_bit(pool, layout, mixers):
 
 EXACT = {"mode": "exact", "segment": 6}
 ALL, SOME, ONE = ({"mode": "truncated", "segment": 6, "gradient_segments": n} for n in (4, 2, 1))
-SEGMENTED = (*(kind for kind, settings in kinds().items() if settings.small().segments_are_recordable), "hybrid")
+SEGMENTED = (*(kind for kind, settings in kinds().items() if not settings.small().state_grows), "hybrid")
 
 
 @pytest.mark.parametrize(
@@ -502,10 +502,6 @@ training: {steps: 2, sequence_length: 64, global_batch_tokens: 256, micro_batch_
         (["training.bptt={mode: exact, segment: 32}", "layout.context=2"], "training.bptt over layout.context=2"),
         (
             ["training.bptt={mode: exact, segment: 32}", "model.mixers.mamba={kind: attention, window: null, heads: 2}"],
-            "training.bptt of model.mixers.mamba",
-        ),
-        (
-            ["training.bptt={mode: truncated, segment: 32}", "model.mixers.mamba={kind: mamba3}"],
             "training.bptt of model.mixers.mamba",
         ),
         (["device=cpu", "profile=true", "training.steps=20"], "device=cpu and profile"),
