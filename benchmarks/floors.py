@@ -159,7 +159,8 @@ def of_micro_batch(model: ModelConfig, tokens: int, sequence_length: int, card: 
             # queries, keys, values and outputs; the same with gradients
             moved["scan"] += LOW * ((2 + 4) * keys + (2 + 3) * values)
             moved["convolution"] += (2 + 3) * LOW * (2 * keys + values)
-            moved["norm"] += LOW * (5 * 2 * keys + (8 if isinstance(kind, GatedDeltaNetConfig) else 5) * values)
+            # the convolutions normalise queries and keys
+            moved["norm"] += LOW * (8 if isinstance(kind, GatedDeltaNetConfig) else 5) * values
             multiplied += 3 * kind.costs(d).matrix_flops
         if isinstance(kind, Mamba2Config):
             keys, values = kind.n_groups * kind.d_state, kind.expand * d
