@@ -10,6 +10,7 @@ operator can place its gradient beside those of others by itself: in its forward
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -41,11 +42,14 @@ class SharedGradient:
 
     def take(self, part: int, like: Tensor) -> Tensor | None:
         """Memory for the gradient of a part, which has the shape and dtype of `like`. None: another reader has written there in
-        this pass, or its columns are not aligned."""
+        this pass, its columns are not aligned, or dimensions of `like` mix them with tokens."""
         if not self._places:
             self._allocate(like, part)
         place = self._places.get(part)
         if place is None or part in self._taken or place.dtype != like.dtype:
+            return None
+        width = self._widths[part]
+        if place.stride(0) != width and width not in accumulate(reversed(like.shape), mul):
             return None
         if place.storage_offset() * place.element_size() % _ALIGNMENT:
             return None
@@ -54,15 +58,14 @@ class SharedGradient:
 
     def complete(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the parts [.., width], as views of one tensor where it has room for them. Ends the pass: the memory is then
-        the caller's alone."""
-        places, self._places, self._taken = self._places, {}, set()
+        the caller's alone. A part whose place a reader took, and whose gradient lies elsewhere, as with several readers, stays
+        there: what the reader wrote may have been handed out, as a gradient of the view that it read, or in an earlier pass that
+        did not come as far as the projection."""
+        places, taken, self._places, self._taken = self._places, self._taken, {}, set()
         found: list[Tensor | None] = []
         for part, grad in enumerate(grads):
-            place = places.get(part)
-            if grad is not None and place is not None:
-                place = place.view(grad.shape)
-                grad = place if _same_memory(place, grad) else place.copy_(grad)
-            found.append(grad)
+            place = None if part in taken else places.get(part)
+            found.append(grad if grad is None or place is None else place.view(grad.shape).copy_(grad))
         return found
 
     def _allocate(self, like: Tensor, part: int) -> None:
@@ -116,11 +119,3 @@ def _place(x: Tensor) -> Place | None:
         return None
     owner.claim(number - owner.first)
     return Place(owner, number - owner.first)
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return (
-        a.untyped_storage()._cdata == b.untyped_storage()._cdata
-        and a.storage_offset() == b.storage_offset()
-        and a.stride() == b.stride()
-    )

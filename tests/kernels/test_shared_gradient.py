@@ -166,6 +166,37 @@ def test_passes_that_come_again_and_passes_that_do_not_reach_the_projection(monk
     assert torch.equal(torch.cat(kept, 2).flatten(0, 1), expected[0])
 
 
+def test_what_a_pass_handed_out_stays_as_it_was_in_the_next_one(monkeypatch):
+    """Of which the first did not come as far as the projection, and the second has other values."""
+    projection = Projection(monkeypatch)
+    expected = [2 * x for x in projection.gradients(convolutions, claimed=False)]
+    parts = projection.parts()
+    outputs = convolutions(*parts)
+    cotangents = [normal(*y.shape, seed=n) for n, y in enumerate(outputs)]
+    of_parts = torch.autograd.grad(outputs, parts, cotangents, retain_graph=True)
+    kept = [dy.clone() for dy in of_parts]
+    found = torch.autograd.grad(outputs, [projection.x, projection.parameter], [2 * dy for dy in cotangents])
+    same([torch.cat([dy for _, dy in projection.runs[-1]], 1), *found], expected)
+    assert all(torch.equal(a, b) for a, b in zip(of_parts, kept, strict=True))
+
+
+def test_a_view_that_one_of_two_readers_reads_has_that_readers_gradient(monkeypatch):
+    projection = Projection(monkeypatch)
+    part = projection.parts()[0]
+    view = part.view(B, T, 32)
+    outputs = [3 * conv(part, 32), conv(view, 32)]  # in the backward pass the last one comes first
+    of_view, _ = torch.autograd.grad([y.sum() for y in outputs], [view, projection.x], retain_graph=True)
+    assert torch.equal(of_view, torch.autograd.grad(outputs[1].sum(), view)[0])
+
+
+@pytest.mark.parametrize("width", [1, 33])
+def test_views_whose_rows_are_columns_of_several_tokens_have_no_place(monkeypatch, width):
+    projection = Projection(monkeypatch, (width, 32) if width == 1 else (width,))
+    z = normal(B, T * width, seed=9)
+    reader = lambda part, *_: [gate_triton(part.view(B, T * width), z, activation="silu", dtype=z.dtype)]  # noqa: E731
+    same(projection.gradients(reader, claimed=True), projection.gradients(reader, claimed=False))
+
+
 def test_unread_parts_leave_no_trace(monkeypatch):
     projection = Projection(monkeypatch)
     reader = lambda q, k, v, narrow: [conv(q, 32), conv(v, 32)]  # noqa: E731
