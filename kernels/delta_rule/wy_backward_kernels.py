@@ -74,11 +74,12 @@ def wy_u_backward_kernel(
         left = T - (behind - 1 - step) * C
         # what the next step loads; registers and shared memory have no room for it
         next_n = tl.maximum(n - 1, 0)
-        prefetch_rows(k + next_n * C * k_row, i, k_row, C, 0, X, BX)
-        prefetch_rows(dy + next_n * C * dy_row, i, dy_row, C, tl.program_id(0) * BY, Y, BY)
+        rows = tl.where(n > 0, C, left)
+        prefetch_rows(k + next_n * C * k_row, i, k_row, rows, 0, X, BX)
+        prefetch_rows(dy + next_n * C * dy_row, i, dy_row, rows, tl.program_id(0) * BY, Y, BY)
         prefetch(line_pointers(scores + next_n * (C * C), C * C, C * C))
         prefetch(line_pointers(inverse + next_n * PLANES * (C * C), PLANES * C * C, PLANES * C * C))
-        prefetch_rows(q + next_n * C * q_row, i, q_row, C, 0, X, BX)
+        prefetch_rows(q + next_n * C * q_row, i, q_row, rows, 0, X, BX)
         k_x = load_rows(k + begin * k_row, i, k_row, x, left, X)
         dy_t = load_rows(dy + begin * dy_row, i, dy_row, y, left, Y)
         read = tl.load(scores + n * (C * C) + square)
