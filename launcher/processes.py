@@ -74,6 +74,8 @@ def run_ranks(world_size: int, attempt: Path, *, limit_s: float, startup_timeout
                 time.sleep(0.05)
         elif any(status not in REFUSED for _, status in failed):
             _wait(ranks, LAST_WORDS_S)
+            # and once more: who waits for a killed rank is told so when its connections close, before the last of its threads ends
+            failed = [(rank, p.returncode) for rank, p in enumerate(ranks) if p.poll()]
         hung = _hung(watch, ranks, attempt) if not failed and looking.hung() else None
         left = end_ranks(ranks)
         # a refusal is all there is to say, not who misses whom after it

@@ -72,4 +72,4 @@ class ShortConv(Recurrence):
         return inputs, {"conv": normal(batch, width - 1, channels)}
 
 
-RECURRENCES = (ShortConv(None), ShortConv("silu"), ShortConv("silu", 8, 1e-5), ShortConv(None, 3, 1e-5))
+RECURRENCES = (ShortConv(None), ShortConv("silu"), ShortConv("silu", 8, 1e-5))

@@ -12,8 +12,9 @@ import psutil
 import pytest
 from support.runs import wait_until
 
+from baton.launcher import processes
 from baton.launcher.liveness import Culprit, Watch, account, is_blocked, is_stopped
-from baton.launcher.processes import HUNG, end_ranks, rank_environment, start_of
+from baton.launcher.processes import HUNG, end_ranks, log_of, rank_environment, run_ranks, start_of
 from baton.slurm.exits import Exit
 from baton.training.monitoring.heartbeat import SIZE, Beat, Heartbeat, heartbeat_path, read_beat
 
@@ -264,6 +265,21 @@ def test_ranks_whose_imports_are_killed_end_with_them_and_signals_wait_for_the_f
     ranks[0].send_signal(signal.SIGKILL)
     assert [rank.wait(60) for rank in ranks] == [-signal.SIGKILL] * 2
     assert [path.name for path in sorted(tmp_path.glob("*.log"))] == ["rank-4.log", "rank-5.log"]
+
+
+def test_a_killed_rank_that_ends_after_the_one_that_misses_it_is_the_cause(tmp_path, monkeypatch, capsys):
+    """The kernel closes a process's connections before the last of its threads has ended."""
+    missing = "baton: rank 0: the State of x in layers.0 did not come from rank 1"
+    scripts = (f"import sys; sys.exit({missing!r})", "import os, time; time.sleep(1); os.kill(os.getpid(), 9)")
+
+    def start(attempt, numbers, environment, listener):
+        logs = [log_of(attempt, n).open("w") for n in numbers]
+        return [subprocess.Popen([sys.executable, "-c", scripts[n]], stderr=logs[n], env=environment) for n in numbers]
+
+    monkeypatch.setattr(processes, "start_of", start)
+    monkeypatch.setattr(processes, "LAST_WORDS_S", 60.0)
+    assert run_ranks(2, tmp_path, limit_s=60, startup_timeout_s=60) == 1
+    assert f"rank 1 was killed by SIGKILL ({missing.removeprefix('baton: ')})" in capsys.readouterr().err
 
 
 def test_ranks_share_their_machines_cores(monkeypatch):
