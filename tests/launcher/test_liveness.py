@@ -274,7 +274,7 @@ def test_a_killed_rank_that_ends_after_the_one_that_misses_it_is_the_cause(tmp_p
 
     def start(attempt, numbers, environment, listener):
         logs = [log_of(attempt, n).open("w") for n in numbers]
-        return [subprocess.Popen([sys.executable, "-c", scripts[n]], stderr=logs[n], env=environment) for n in numbers]
+        return [subprocess.Popen([sys.executable, "-P", "-c", scripts[n]], stderr=logs[n], env=environment) for n in numbers]
 
     monkeypatch.setattr(processes, "start_of", start)
     monkeypatch.setattr(processes, "LAST_WORDS_S", 60.0)
