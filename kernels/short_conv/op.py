@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.kernels.errors import KernelError, expect_dtype, expect_one_precision, expect_positions, expect_tensor
 from baton.kernels.rms_norm import rms_norm
 from baton.kernels.short_conv.torch_impl import short_conv_torch
-from baton.kernels.short_conv.triton_launch import fits_in_block, short_conv_triton, use_triton
+from baton.kernels.short_conv.triton_launch import short_conv_triton, unit_of_kernels, use_triton
 
 Activation = Literal["silu"]
 
@@ -82,16 +82,16 @@ def short_conv(
     silu = activation == "silu"
     if not use_triton(x):
         y, leaving = short_conv_torch(x, weight, bias, pos=pos, tail=tail, silu=silu, need_tail=need_tail)
-    elif unit_width is None or fits_in_block(unit_width):
-        unit = None if unit_width is None else (unit_width, unit_eps)
-        return short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=silu, unit=unit, need_tail=need_tail)
-    else:
-        y, leaving = short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=silu, need_tail=need_tail)
-    return y if unit_width is None else unit_heads(y, unit_width, unit_eps), leaving
+        return unit_heads(y, unit_width, unit_eps), leaving
+    unit = unit_of_kernels(unit_width, unit_eps)
+    y, leaving = short_conv_triton(x, weight, bias, pos=pos, tail=tail, silu=silu, unit=unit, need_tail=need_tail)
+    return y if unit else unit_heads(y, unit_width, unit_eps), leaving
 
 
-def unit_heads(y: Tensor, width: int, eps: float) -> Tensor:
-    """y / sqrt(|y|^2 + eps) over each head of `width` channels of [..., channels], rounded to y's dtype."""
+def unit_heads(y: Tensor, width: int | None, eps: float) -> Tensor:
+    """y / sqrt(|y|^2 + eps) over each head of `width` channels of [..., channels], rounded to y's dtype; None: y."""
+    if width is None:
+        return y
     precise = torch.promote_types(y.dtype, torch.float32)
     weight = torch.full((width,), width**-0.5, dtype=precise, device=y.device)
     return rms_norm(y.unflatten(-1, (-1, width)), weight, eps / width, dtype=y.dtype).flatten(-2)

@@ -11,7 +11,7 @@ from baton.kernels.common.example_inputs import randn
 from baton.kernels.protocol import Inputs, Recurrence, State, StateSpec
 from baton.kernels.short_conv.op import Activation, short_conv, unit_heads
 from baton.kernels.short_conv.reference import short_conv_reference
-from baton.kernels.short_conv.triton_launch import fits_in_block, short_conv_step_triton, use_triton
+from baton.kernels.short_conv.triton_launch import short_conv_step_triton, unit_of_kernels, use_triton
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,9 @@ class ShortConv(Recurrence):
     def step(self, inputs: Inputs, pos: Tensor | None, state: State) -> tuple[Tensor, State]:
         if not use_triton(inputs[0]):
             return super().step(inputs, pos, state)
-        fused = self.unit_width is not None and fits_in_block(self.unit_width)
-        unit = (self.unit_width, self.unit_eps) if fused and self.unit_width is not None else None
+        unit = unit_of_kernels(self.unit_width, self.unit_eps)
         y, tail = short_conv_step_triton(*inputs, pos=pos, tail=state["conv"], silu=self.activation == "silu", unit=unit)
-        if self.unit_width is not None and not fused:
-            y = unit_heads(y, self.unit_width, self.unit_eps)
-        return y, {"conv": tail}
+        return y if unit else unit_heads(y, self.unit_width, self.unit_eps), {"conv": tail}
 
     def reference(self, inputs: Inputs, pos: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         tail = None if state is None else state["conv"]

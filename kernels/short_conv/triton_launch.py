@@ -105,6 +105,11 @@ def fits_in_block(unit_width: int) -> bool:
     return unit_width <= _WIDEST_HEAD and unit_width == launch_utils.next_power_of_2(unit_width)
 
 
+def unit_of_kernels(width: int | None, eps: float) -> Unit | None:
+    """What the kernels take of heads of `width` channels; None: there are none, or they have to be made unit ones behind them."""
+    return (width, eps) if width is not None and fits_in_block(width) else None
+
+
 def warps_of(unit: Unit | None) -> int:
     """Warps of a program: its registers hold the inputs of 128 channels for each."""
     return 1 if unit is None else max(1, unit[0] // 128)

@@ -158,6 +158,12 @@ def test_unknown_choices_are_refused_with_the_known_ones():
         short_conv(**_conv_arguments(), activation="relu")
 
 
+@pytest.mark.parametrize("width", [0, CHANNELS + 1])
+def test_heads_that_do_not_divide_the_channels_are_refused(width):
+    with pytest.raises(KernelError, match=f"unit_width is {width}, expected a divisor of the {CHANNELS} channels"):
+        short_conv(**_conv_arguments(), unit_width=width)
+
+
 def _wrong_leaves(leaf: torch.Tensor) -> dict[str, Any]:
     """Invalid values for a tensor of a State."""
     other = torch.int64 if leaf.is_floating_point() else torch.float32

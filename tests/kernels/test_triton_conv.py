@@ -9,6 +9,7 @@ from support.long_form import every_pair, some
 from support.prefetch_trace import asking_watched
 from support.recurrences import positions, seeded
 
+from baton.kernels.short_conv import op, recurrence
 from baton.kernels.short_conv.reference import short_conv_reference
 from baton.kernels.short_conv.triton_launch import LaunchConfig, short_conv_step_triton, short_conv_triton
 
@@ -67,14 +68,8 @@ def test_outputs_and_gradients_are_the_definitions(tail, starts, silu):
 
 
 def test_a_block_has_lines_of_channels_that_are_not():
-    compare(
-        9,
-        4,
-        tail=True,
-        starts=True,
-        silu=True,
-        config=LaunchConfig(block_d=64, block_t=4, span=8, block_t_backward=8, span_backward=16),
-    )
+    config = LaunchConfig(block_d=64, block_t=4, span=8, block_t_backward=8, span_backward=16)
+    compare(9, 4, tail=True, starts=True, silu=True, config=config)
 
 
 @pytest.mark.parametrize("silu", some((False, True), (True,)))
@@ -83,6 +78,22 @@ def test_a_block_has_lines_of_channels_that_are_not():
 def test_heads_of_length_1(length, channels, head, starts, silu):
     """A block of several heads, of one, and one that is wider than the block; channels that are no whole blocks."""
     compare(length, 4, tail=True, starts=starts, silu=silu, channels=channels, unit=(head, 0.1))
+
+
+@pytest.mark.parametrize("width", [4, 6])
+def test_heads_that_the_kernels_do_not_have_are_normalized_behind_them(width, monkeypatch):
+    """As torch normalizes, of a sequence and of a step; 6 is no power of two."""
+    for module in (op, recurrence):
+        monkeypatch.setattr(module, "use_triton", lambda x: True)
+    given, _, _ = example(9, 4, tail=True, starts=False, dtype=torch.float32, channels=12)
+    x, weight, bias, tail = (given[name].to(DEVICE, torch.float32) for name in ("x", "weight", "bias", "tail"))
+    plain, _ = short_conv_reference(*(given[name] for name in ("x", "weight", "bias")), tail=given["tail"], activation="silu")
+    expected = torch.nn.functional.normalize(plain.unflatten(2, (-1, width)), dim=3).flatten(2)
+    conv = recurrence.ShortConv("silu", width, 0.0)
+    y, _ = conv.run((x, weight, bias), None, {"conv": tail})
+    assert relative_error(y.double().cpu(), expected) <= 1e-6
+    y, _ = conv.step((x[:, :1], weight, bias), None, {"conv": tail.clone()})
+    assert relative_error(y.double().cpu(), expected[:, :1]) <= 1e-6
 
 
 def test_heads_of_zeros_stay_zeros_and_have_gradients():
@@ -166,14 +177,14 @@ def test_views_are_taken_and_equal_calls_give_equal_bits():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nobody sees what is asked for")
-@pytest.mark.parametrize("length", [64, 61])
-def test_what_is_loaded_was_asked_for(length, unasked):
+@pytest.mark.parametrize(("length", "block_t"), [(64, 4), (61, 4), (64, 8)])
+def test_what_is_loaded_was_asked_for(length, block_t, unasked):
     """In the backward pass every load was prefetched, except a program's first block and the inputs before it."""
-    config = LaunchConfig(block_d=64, block_t_backward=4, span_backward=32)
+    config = LaunchConfig(block_d=64, block_t_backward=block_t, span_backward=32)
     given, _, cotangents = example(length, 4, tail=False, starts=False, dtype=torch.float32, channels=64, batch=1)
     given = {name: None if x is None else x.float() for name, x in given.items()}
     with_gradients(short_conv_triton, given, None, cotangents, silu=True, config=config)
-    first, window = {*range(4), *range(32, 36)}, {*range(29, 32)}
+    first, window = {*range(block_t), *range(32, 32 + block_t)}, {*range(29, 32)}
     for name, tokens in (("x", first | window), ("dy", first)):
         # a row is two lines
         assert unasked["short_conv_backward_kernel", name] == {2 * t + line for t in tokens for line in range(2)}, name

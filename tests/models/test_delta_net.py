@@ -139,9 +139,8 @@ def test_keys_are_never_longer_than_one(dtype, single_mesh):
     assert (lengths[2.0] <= 1 + 1e-6).all()
     assert (lengths[1.0] <= 1 + (2**-8 if dtype == torch.bfloat16 else 1e-6)).all()
     for length in lengths.values():
-        assert (
-            length[:, 4:].median() >= 1 - 1e-2
-        )  # of large negative sums nothing is left, and of a head of them none of its length
+        # of large negative sums nothing is left, and of a head of them none of its length
+        assert length[:, 4:].median() >= 1 - 1e-2
         assert not length[:, 0].any()
 
 
