@@ -72,12 +72,14 @@ def seen_after(length: int, pos: Tensor | None, seen: Tensor) -> Tensor:
 
 
 def last_queries(limit: Tensor, before: int, rows: int, size: int) -> Tensor:
-    """For each block of `size` rows, the number of queries up to the last one that sees any of them: int32 [B, blocks]. limit: [B,
-    T], of queries after `before` rows; it rises by at most 1 from query to query."""
+    """For each block of `size` rows, the number of queries up to the last one that sees the first of them, and up to the last one
+    that sees any of them: int32 [B, 2, blocks]. limit: [B, T], of queries after `before` rows; it rises by at most 1 from query to
+    query."""
     at = torch.arange(limit.shape[1], dtype=torch.int32, device=limit.device)
-    last_rows = torch.arange(size - 1, rows + size - 1, size, dtype=torch.int32, device=limit.device)
+    first_of_blocks = torch.arange(0, rows, size, dtype=torch.int32, device=limit.device)
     first_rows = at + before - limit  # that a query sees, in ascending order
-    return torch.searchsorted(first_rows, last_rows.expand(len(limit), -1).contiguous(), right=True, out_int32=True)
+    wanted = torch.stack((first_of_blocks, first_of_blocks + (size - 1))).repeat(len(limit), 1, 1)
+    return torch.searchsorted(first_rows, wanted.flatten(1), right=True, out_int32=True).view(wanted.shape)
 
 
 def new_tails(rows_BJ: State, sizes: dict[str, int], seen: Tensor) -> State:

@@ -83,7 +83,7 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], ...]] = {
     ),
     eidetic_attention.KERNEL: (
         {"queries": (64, 128), "keys": (32, 64, 128), "warps": (4, 8)},
-        {"queries_backward": (32, 64, 128), "keys_backward": (32, 64, 128), "warps_backward": (4, 8)},
+        {"queries_backward": (32, 64, 128), "keys_backward": (64, 128), "warps_backward": (4, 8), "rows_first": (0, 1)},
         {"stages": (1, 2, 3), "stages_backward": (1, 2, 3)},
         {"registers": (128, 255)},
     ),

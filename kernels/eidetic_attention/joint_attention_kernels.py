@@ -177,11 +177,40 @@ def dq_of_rows(scores, k_j, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: t
 
 
 @triton.jit
-def dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale, DOT_DTYPE: tl.constexpr, CAP: tl.constexpr):
-    """The parts of the gradients of keys (before scaling) and of values that come from these queries."""
-    weights = softmax_weights(scores, mask, lse_i[:, None], scale)
-    dscores = weights * (dot(dy_i, tl.trans(v_j), DOT_DTYPE) - delta_i[:, None])
-    return dot(tl.trans(uncapped_gradient(dscores, scores, CAP)), q_i, DOT_DTYPE), dot(tl.trans(weights), dy_i, DOT_DTYPE)
+def products_of_rows(q_i, k_j, ROWS_FIRST: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """Products of queries and rows, [queries, rows]; ROWS_FIRST: [rows, queries]."""
+    if ROWS_FIRST:
+        products = dot(k_j, tl.trans(q_i), DOT_DTYPE)
+    else:
+        products = dot(q_i, tl.trans(k_j), DOT_DTYPE)
+    return products
+
+
+@triton.jit
+def visible_rows(i, r, count, N, ROWS_FIRST: tl.constexpr):
+    """Whether tokens i, each of which sees `count` rows up to its own, see rows r; shaped as `products_of_rows`."""
+    if ROWS_FIRST:
+        visible = in_range((i + N)[None, :] - r[:, None], count[None, :])
+    else:
+        visible = in_range((i + N)[:, None] - r[None, :], count[:, None])
+    return visible
+
+
+@triton.jit
+def dkv_of_queries(
+    scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale, ROWS_FIRST: tl.constexpr, DOT_DTYPE: tl.constexpr, CAP: tl.constexpr
+):  # fmt: skip
+    """The parts of the gradients of keys (before scaling) and of values that come from these queries. scores, mask: shaped as
+    `products_of_rows`."""
+    if ROWS_FIRST:
+        lse_i, delta_i = lse_i[None, :], delta_i[None, :]
+    else:
+        lse_i, delta_i = lse_i[:, None], delta_i[:, None]
+    weights = softmax_weights(scores, mask, lse_i, scale)
+    dscores = uncapped_gradient(weights * (products_of_rows(dy_i, v_j, ROWS_FIRST, DOT_DTYPE) - delta_i), scores, CAP)
+    if not ROWS_FIRST:
+        weights, dscores = tl.trans(weights), tl.trans(dscores)
+    return dot(dscores, q_i, DOT_DTYPE), dot(weights, dy_i, DOT_DTYPE)
 
 
 @triton.jit
@@ -259,41 +288,52 @@ def joint_attention_backward_dkv_kernel(
     q, k, v, limit, ends, lse, dy, delta, first, later, dmemory_k, dmemory_v, dk, dv, T, memories, scale, N,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, MIN_DISTANCE: tl.constexpr, M: tl.constexpr,
     E: tl.constexpr, DOT_DTYPE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    REACH: tl.constexpr, ROW: tl.constexpr, GRAD_ROW: tl.constexpr, CAP: tl.constexpr,
+    REACH: tl.constexpr, ROW: tl.constexpr, DK_ROW: tl.constexpr, DV_ROW: tl.constexpr, CAP: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of a history, [B, N + T, G, K], including the copies of its T tokens in memories (none if M = 0), located by first and
     later.
 
-    E: entries at the start of first. limit: [B, T], the largest distance, at most N + REACH (-1: any; ends, [B, programs], then has
-    the queries up to the last one that sees any row of a program). MIN_DISTANCE: the smallest distance.
-    GRAD_ROW: elements between rows of dk, and of dv. Tiles begin where they would with REACH more rows in front, so that sums keep
-    their bits.
+    E: entries at the start of first. limit: [B, T], the largest distance, at most N + REACH. REACH = -1: any; then ends, [B, 2,
+    programs], has the queries up to the last one that sees the first row of a program, and that sees any of its rows.
+    MIN_DISTANCE: the smallest distance.
+    DK_ROW, DV_ROW: elements between rows of dk and of dv. Tiles begin where they would with REACH more rows in front, so that sums
+    keep their bits. ROWS_FIRST: as of `products_of_rows`.
     """
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     r0 = tl.program_id(0) * BLOCK_K - tl.maximum(REACH, 0)
     r = r0 + tl.arange(0, BLOCK_K)
-    exists, read, row_offset = (r >= 0) & (r < N + T), b * (N + T) * ROW + g * K, b * (N + T) * GRAD_ROW + g * K
+    exists, read = (r >= 0) & (r < N + T), b * (N + T) * ROW + g * K
     k_j, v_j = load_tile(k + read, r, exists, ROW, K, BLOCK_D), load_tile(v + read, r, exists, ROW, K, BLOCK_D)
     dk_acc, dv_acc = tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     scale_log2 = score_factor(scale, CAP)
     if REACH < 0:
-        end = tl.load(ends + b * tl.num_programs(0) + tl.program_id(0))
+        of_program = ends + 2 * b * tl.num_programs(0) + tl.program_id(0)
+        common_end, end = tl.load(of_program), tl.load(of_program + tl.num_programs(0))
     else:
         end = tl.where(r0 + BLOCK_K > 0, tl.minimum(r0 + BLOCK_K + REACH, T), 0)
     for h in range(g * (H // G), (g + 1) * (H // G)):
         for i0 in range(tl.maximum(r0 - N + MIN_DISTANCE, 0), end, BLOCK_Q):
             i = i0 + tl.arange(0, BLOCK_Q)
             q_i, dy_i, lse_i, delta_i = load_query_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BLOCK_D)
-            count = num_visible(limit, b, i, i < T, T, MIN_DISTANCE)
-            scores = capped(dot(q_i, tl.trans(k_j), DOT_DTYPE), scale, CAP)
-            mask = in_range((i + (N - MIN_DISTANCE))[:, None] - r[None, :], count[:, None])
+            scores = capped(products_of_rows(q_i, k_j, ROWS_FIRST, DOT_DTYPE), scale, CAP)
             if MIN_DISTANCE == 0 and M == 0:
-                # as in the forward kernel
-                first_common, last_common = rows_visible_to_all(i, count, N)
-                if (r0 < first_common) | (r0 + BLOCK_K - 1 > last_common):
-                    scores = tl.where(mask, scores, float("-inf"))
+                # as in the forward kernel. No token sees an earlier row than the token before it does
+                if REACH < 0:
+                    common = i0 + BLOCK_Q <= common_end
+                else:
+                    last = tl.minimum(i0 + BLOCK_Q, T) - 1
+                    common = (i0 + BLOCK_Q <= T) & (last + N - tl.load(limit + b * T + last) <= r0)
+                if (not common) | (r0 + BLOCK_K - 1 > i0 + N):
+                    count = num_visible(limit, b, i, i < T, T, 0)
+                    scores = tl.where(visible_rows(i, r, count, N, ROWS_FIRST), scores, float("-inf"))
                 mask = None
-            dk_j, dv_j = dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE, CAP)
+            else:
+                count = num_visible(limit, b, i, i < T, T, MIN_DISTANCE)
+                mask = visible_rows(i, r, count, N - MIN_DISTANCE, ROWS_FIRST)
+            dk_j, dv_j = dkv_of_queries(
+                scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, ROWS_FIRST, DOT_DTYPE, CAP
+            )  # fmt: skip
             dk_acc += dk_j
             dv_acc += dv_j
     dk_acc *= scale
@@ -303,15 +343,15 @@ def joint_attention_backward_dkv_kernel(
         dk_acc, dv_acc = add_copy_gradients(
             dk_acc, dv_acc, at, later + copies, dmemory_k + copy_offset, dmemory_v + copy_offset, G * K, K, BLOCK_D
         )  # fmt: skip
-    store_tile(dk + row_offset, r, exists, dk_acc, GRAD_ROW, K, BLOCK_D)
-    store_tile(dv + row_offset, r, exists, dv_acc, GRAD_ROW, K, BLOCK_D)
+    store_tile(dk + b * (N + T) * DK_ROW + g * K, r, exists, dk_acc, DK_ROW, K, BLOCK_D)
+    store_tile(dv + b * (N + T) * DV_ROW + g * K, r, exists, dv_acc, DV_ROW, K, BLOCK_D)
 
 
 @triton.jit
 def joint_attention_backward_dmemory_kernel(
     q, memory_k, memory_v, row, slot, begin, lse, dy, delta, dmemory_k, dmemory_v, T, memories, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, M: tl.constexpr, WINDOW: tl.constexpr, DOT_DTYPE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of memories, float32 [B, P, M, G, K]. begin: [B, P], the first token that sees a memory, of at most WINDOW tokens."""
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -326,9 +366,13 @@ def joint_attention_backward_dmemory_kernel(
         for i0 in range(first, tl.minimum(first + WINDOW, T), BLOCK_Q):
             i = i0 + tl.arange(0, BLOCK_Q)
             q_i, dy_i, lse_i, delta_i = load_query_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BLOCK_D)
-            mask = (tl.load(slot + b * T + i, mask=i < T, other=-1) == s)[:, None] & exists[None, :]
-            scores = dot(q_i, tl.trans(k_j), DOT_DTYPE)
-            dk_j, dv_j = dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, DOT_DTYPE, 0)
+            sees = tl.load(slot + b * T + i, mask=i < T, other=-1) == s
+            if ROWS_FIRST:
+                mask = sees[None, :] & exists[:, None]
+            else:
+                mask = sees[:, None] & exists[None, :]
+            scores = products_of_rows(q_i, k_j, ROWS_FIRST, DOT_DTYPE)
+            dk_j, dv_j = dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, ROWS_FIRST, DOT_DTYPE, 0)
             dk_acc += dk_j
             dv_acc += dv_j
     store_tile(dmemory_k + at, m, m < M, dk_acc * scale, G * K, K, BLOCK_D)

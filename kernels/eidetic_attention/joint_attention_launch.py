@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baton.kernels.common import launch_utils
+from baton.kernels.common.adjacent_views import empty_like_heads
 from baton.kernels.common.attention_tails import last_queries, with_positive_scale
 from baton.kernels.common.launch_utils import LazyModule
 from baton.kernels.compile.aot import on_gpu
 from baton.kernels.compile.fitting import Sizes, launch_blocks
 from baton.kernels.eidetic_attention.launch_config import LaunchConfig
+from baton.kernels.shared_gradient import Place, claim, gradients_like
 
 _kernels = LazyModule("baton.kernels.eidetic_attention.joint_attention_kernels")
 _copy_kernels = LazyModule("baton.kernels.eidetic_attention.memory_copy_kernels")
@@ -26,6 +28,8 @@ _SUMMED = 8192  # numbers, at most, of each of the two tiles of a program that a
 
 
 _Pair = tuple[Tensor | None, Tensor | None]
+_Places = tuple[Place | None, ...]
+_NOWHERE: _Places = (None, None)
 
 
 class Visibility(NamedTuple):
@@ -113,7 +117,7 @@ def history_attention_backward(
     soft_cap: float | None = None, config: LaunchConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v for `history_attention`."""
-    found = _history_launch(q, k, v, limit, scale, soft_cap, config).backward(y, lse, dy.contiguous(), adjacent=False)
+    found = _history_launch(q, k, v, limit, scale, soft_cap, config).backward(y, lse, dy.contiguous())
     return tuple(found[:3])  # type: ignore[return-value]
 
 
@@ -128,15 +132,15 @@ class _Joint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, far_k: Tensor | None, far_v: Tensor | None, *saved: Any) -> Tensor:
         *backward_memories, seen, fading, window, scale, soft_cap, config = saved
+        sources = MemorySources(*backward_memories)
+        ctx.places = claim(k, v), claim(sources.fading_k, sources.fading_v)
         k, v = _with_equal_strides(k, v)
         tensors = [q.contiguous(), k, v, *(None if x is None else x.contiguous() for x in (far_k, far_v))]
         ctx.options = window, scale, soft_cap, config
         run = _JointAttentionLaunch(tensors, seen, *ctx.options)
-        sources = MemorySources(*backward_memories)
         copies = run.copy_memories(sources, fading)
         y, lse = run.forward()
         ctx.save_for_backward(*tensors, *copies, y, lse, *seen)
-        ctx.adjacent = _adjacent(sources.fading_k, sources.fading_v)
         return y
 
     @staticmethod
@@ -146,7 +150,7 @@ class _Joint(torch.autograd.Function):
         tensors, copies, (y, lse), seen = saved[:5], saved[5:8], saved[8:10], Visibility(*saved[10:])
         window, scale, soft_cap, config = ctx.options
         run = _JointAttentionLaunch(tensors, seen, window, scale, soft_cap, config, copies)
-        return (*run.backward(y, lse, dy.contiguous(), ctx.adjacent), *(None,) * 6)
+        return (*run.backward(y, lse, dy.contiguous(), *ctx.places), *(None,) * 6)
 
 
 def _with_equal_strides(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,17 +162,6 @@ def _with_equal_strides(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     own = int(batch == 1)
     as_they_are = all(x.stride()[own:] == (rows * row, row, dim, 1)[own:] for x in (k, v)) and row >= groups * dim
     return (k, v) if as_they_are else (launch_utils.contiguous_by_words(k), launch_utils.contiguous_by_words(v))
-
-
-def _adjacent(k: Tensor | None, v: Tensor | None) -> bool:
-    """Whether the rows of v lie behind those of k in one tensor. Their gradients are then laid out in the same way, and the
-    projection that produced both reads them as one.
-    """
-    if k is None or v is None:
-        return False
-    width = k.shape[2] * k.shape[3]
-    one = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() and k.stride() == v.stride()
-    return one and v.storage_offset() - k.storage_offset() == width and k.stride(1) >= 2 * width
 
 
 class _JointAttentionLaunch:
@@ -198,6 +191,7 @@ class _JointAttentionLaunch:
             "H": self.heads, "G": self.groups, "K": self.dim, "M": self.rows, "DOT_DTYPE": _tl_bfloat16() if low else None,
             "BLOCK_D": self.block_dim, "num_stages": self.config.stages_backward,
         }  # fmt: skip
+        self.rows_first = {"ROWS_FIRST": self.config.rows_first}
         self.cap = {"CAP": soft_cap or 0.0}
         self.query_options = {
             **self.common, "num_stages": self.config.stages, "N": self.before, "FAR": 0 if self.far[0] is None else window,
@@ -259,16 +253,11 @@ class _JointAttentionLaunch:
         launch_blocks(launch, "joint_attention_forward_kernel", **self.query_blocks)
         return y, lse
 
-    def empty_pair(self, rows: int, adjacent: bool) -> tuple[Tensor, Tensor]:
-        """Memory for gradients of keys and values, [B, rows, G, K]. adjacent: in one tensor, side by side."""
-        if not adjacent:
-            dk, dv = (self.q.new_empty(self.batch, rows, self.groups, self.dim) for _ in range(2))
-            return dk, dv
-        both = self.q.new_empty(self.batch, rows, 2 * self.groups, self.dim)
-        return both[:, :, : self.groups], both[:, :, self.groups :]
-
-    def backward(self, y: Tensor, lse: Tensor, dy: Tensor, adjacent: bool) -> list[Tensor | None]:
-        """Gradients of q, keys and values, and the sources of memories. adjacent: the fading keys and values lie side by side."""
+    def backward(
+        self, y: Tensor, lse: Tensor, dy: Tensor, places: _Places = _NOWHERE, of_fading: _Places = _NOWHERE
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Gradients of q, keys and values, and the sources of memories. places, of_fading: claimed for those of k and v, and of the
+        fading ones."""
         dq, delta = torch.empty_like(self.q), self.empty_per_token()
         keys = self.config.keys_dq or self.config.keys
 
@@ -282,22 +271,23 @@ class _JointAttentionLaunch:
         saved = (lse, dy, delta)
         dmemory = self.backward_memories(*saved)
         reach = -1 if self.window is None else self.window - 1 - self.before
-        found: list[Tensor | None] = [dq, *self.backward_rows(self.k, self.v, self.seen.limit, 0, reach, *saved, dmemory)]
+        found: list[Tensor | None] = [dq, *self.backward_rows(self.k, self.v, self.seen.limit, 0, reach, *saved, dmemory, places)]
         far_k, far_v = self.far
         if far_k is None or far_v is None or self.seen.far_limit is None:
             found += [None, None]
         else:
             assert self.window is not None
             found += self.backward_rows(far_k, far_v, self.seen.far_limit, self.window, 0, *saved, (None, None))
-        return found + self.backward_sources(dmemory, adjacent)
+        return found + self.backward_sources(dmemory, of_fading)
 
     def backward_rows(
-        self, k: Tensor, v: Tensor, limit: Tensor, nearest: int, reach: int, lse: Tensor, dy: Tensor, delta: Tensor, dmemory: _Pair
+        self, k: Tensor, v: Tensor, limit: Tensor, nearest: int, reach: int, lse: Tensor, dy: Tensor, delta: Tensor, dmemory: _Pair,
+        places: _Places = _NOWHERE,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Gradients of a history whose rows are visible from the distance `nearest` on, to at most `reach` tokens behind the span's
         start (-1: any), including those of their copies in memories, if dmemory is given.
         """
-        (dk, dv), before = self.empty_pair(k.shape[1], _adjacent(k, v)), k.shape[1] - self.length
+        (dk, dv), before = gradients_like((k, v), places, empty_like_heads), k.shape[1] - self.length
         copied = self.seen.first is not None and dmemory[0] is not None
         copies = self.or_q(self.seen.first, self.copies[2], *dmemory)
         options = {**self.common, "M": self.rows if copied else 0}
@@ -307,8 +297,8 @@ class _JointAttentionLaunch:
             ends = last_queries(limit, before, k.shape[1], size) if reach < 0 else limit
             self.kernels.joint_attention_backward_dkv_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
                 self.q, k, v, limit, ends, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before,
-                MIN_DISTANCE=nearest, REACH=reach, ROW=k.stride(1), GRAD_ROW=dk.stride(1), E=self.entries,
-                num_warps=self.config.warps_backward, **options, **self.cap, **blocks,
+                MIN_DISTANCE=nearest, REACH=reach, ROW=k.stride(1), DK_ROW=dk.stride(1), DV_ROW=dv.stride(1),
+                E=self.entries, num_warps=self.config.warps_backward, **options, **self.rows_first, **self.cap, **blocks,
             )  # fmt: skip
 
         sizes = {"BLOCK_K": self.config.keys_backward, "BLOCK_Q": self.config.queries_backward}
@@ -329,21 +319,21 @@ class _JointAttentionLaunch:
             self.kernels.joint_attention_backward_dmemory_kernel[grid](
                 self.q, k, v, *self.or_q(self.seen.row, self.seen.slot, self.seen.begin), lse, dy, delta, dk, dv,
                 self.length, self.memories, self.scale, WINDOW=self.window,
-                num_warps=self.config.warps_backward, **self.common, **blocks,
+                num_warps=self.config.warps_backward, **self.common, **self.rows_first, **blocks,
             )  # fmt: skip
 
         sizes = {"BLOCK_M": self.memory_block, "BLOCK_Q": self.config.queries_backward}
         launch_blocks(launch, "joint_attention_backward_dmemory_kernel", **sizes)
         return dk, dv
 
-    def backward_sources(self, dmemory: _Pair, adjacent: bool = False) -> list[Tensor | None]:
-        """Gradients of `MemorySources`, each from its copies."""
+    def backward_sources(self, dmemory: _Pair, of_fading: _Places = _NOWHERE) -> list[Tensor | None]:
+        """Gradients of `MemorySources`, each from its copies. of_fading: places of those of fading_k and fading_v."""
         dk, dv = dmemory
         if dk is None or dv is None:
             return [None] * len(MemorySources._fields)
         first, fading_first = self.seen.first, self.seen.fading_first
         found = [
-            *self.backward_copies(fading_first, self.tail, self.length, dk, dv, adjacent),
+            *self.backward_copies(fading_first, self.tail, self.length, dk, dv, of_fading),
             *self.backward_copies(first, 0, self.entries, dk, dv),
             *self.backward_copies(fading_first, 0, self.tail, dk, dv),
         ]
@@ -351,16 +341,17 @@ class _JointAttentionLaunch:
         return [*found, *(x[:, 0].to(self.q.dtype) if entered else None for x in (dk, dv))]
 
     def backward_copies(
-        self, first: Tensor | None, skipped: int, rows: int, dmemory_k: Tensor, dmemory_v: Tensor, adjacent: bool = False
+        self, first: Tensor | None, skipped: int, rows: int, dmemory_k: Tensor, dmemory_v: Tensor, places: _Places = _NOWHERE
     ) -> _Pair:  # fmt: skip
         """Gradients of rows that are read in memories only; `first` locates their copies, after the first `skipped` rows."""
         if first is None or rows == 0:
             return None, None
-        dk, dv = self.empty_pair(rows, adjacent)
+        like = self.q[:, :1, :1].expand(self.batch, rows, self.groups, self.dim)
+        dk, dv = gradients_like((like, like), places)
         size = max(16, min(self.config.keys_backward, _SUMMED // self.block_dim))
         self.copy_kernels.memory_copy_backward_kernel[self.grid(rows, size, self.groups)](
             first, self.copies[2], dmemory_k, dmemory_v, dk, dv, rows, first.shape[1], skipped, self.memories * self.rows,
-            G=self.groups, K=self.dim, BLOCK_K=size, BLOCK_D=self.block_dim, GRAD_ROW=dk.stride(1),
+            G=self.groups, K=self.dim, BLOCK_K=size, BLOCK_D=self.block_dim, DK_ROW=dk.stride(1), DV_ROW=dv.stride(1),
             num_warps=4,
         )  # fmt: skip
         return dk, dv

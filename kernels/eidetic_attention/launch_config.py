@@ -18,6 +18,8 @@ class LaunchConfig:
         memory: rows of a memory in a step.
         warps, warps_backward: of a program.
         stages, stages_backward: pipeline stages of loops, of the kernels that compute y and dq and of the others.
+        rows_first: 1: the kernels that compute dk and dv have weights by rows and queries, and multiply them out of registers; 0:
+            by queries and rows, and out of shared memory.
         keys_dq: rows of a step of the kernel that computes dq, which holds twice as many of tokens; 0: as `keys`.
         float32: tokens and rows of a step of all kernels in float32.
         registers: at most, of a thread of the forward kernel: with 128, an SM holds two programs of 8 warps.
@@ -32,6 +34,7 @@ class LaunchConfig:
     warps_backward: int = 8
     stages: int = 2
     stages_backward: int = 2
+    rows_first: int = 0
     keys_dq: int = 0
     float32: int = 32
     registers: int = 255

@@ -103,18 +103,19 @@ def add_copy_gradients(dk_acc, dv_acc, at, later, dmemory_k, dmemory_v, ROW: tl.
 @triton.jit
 def memory_copy_backward_kernel(
     first, later, dmemory_k, dmemory_v, dk, dv, rows, known, skipped, copies,
-    G: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, GRAD_ROW: tl.constexpr,
+    G: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, DK_ROW: tl.constexpr, DV_ROW: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of rows that are read in memories only, [B, rows, G, K]; GRAD_ROW: elements between rows. first: [B, known], of these
-    rows after the first `skipped` ones; copies: of a lane, P M.
+    """dk, dv of rows that are read in memories only, [B, rows, G, K]; DK_ROW, DV_ROW: elements between rows. first: [B, known], of
+    these rows after the first `skipped` ones; copies: of a lane, P M.
     """
     g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     r = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     at, copy_offset = tl.load(first + b * known + skipped + r, mask=r < rows, other=-1), (b * copies * G + g) * K
     dk_acc, dv_acc = tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dk += b * rows * DK_ROW + g * K
+    dv += b * rows * DV_ROW + g * K
     dk_acc, dv_acc = add_copy_gradients(
         dk_acc, dv_acc, at, later + b * copies, dmemory_k + copy_offset, dmemory_v + copy_offset, G * K, K, BLOCK_D
     )  # fmt: skip
-    row_offset = b * rows * GRAD_ROW + g * K
-    store_tile(dk + row_offset, r, r < rows, dk_acc, GRAD_ROW, K, BLOCK_D)
-    store_tile(dv + row_offset, r, r < rows, dv_acc, GRAD_ROW, K, BLOCK_D)
+    store_tile(dk, r, r < rows, dk_acc, DK_ROW, K, BLOCK_D)
+    store_tile(dv, r, r < rows, dv_acc, DV_ROW, K, BLOCK_D)

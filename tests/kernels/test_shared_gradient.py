@@ -9,6 +9,8 @@ from support.recurrences import seeded
 from torch import nn
 
 from baton.kernels.diagonal_scan.triton_launch import ScanInputs, diagonal_scan_triton
+from baton.kernels.eidetic_attention.chunked import Options
+from baton.kernels.eidetic_attention.triton_launch import eidetic_attention_triton
 from baton.kernels.gate.triton_launch import forget_gate_triton, gate_triton
 from baton.kernels.gated_linear_attention.triton_launch import gla_triton
 from baton.kernels.gated_norm.triton_launch import gated_norm_triton
@@ -16,6 +18,8 @@ from baton.kernels.gated_slot_attention.triton_launch import gsa_triton
 from baton.kernels.rotary.triton_launch import rotary_triton
 from baton.kernels.shared_gradient import SharedGradient, claim
 from baton.kernels.short_conv.triton_launch import short_conv_triton
+from baton.kernels.window_attention.op import empty
+from baton.kernels.window_attention.triton_launch import window_attention_triton
 from baton.parallel import linear as linears
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,7 +78,29 @@ def slots(q, k, v, narrow):
     return [gsa_triton(*heads, gate_logit_normalizer=8.0, scale=0.25, slot_activation="softmax", pos=None, initial_state=None)[0]]
 
 
-READERS = (convolutions, retention, linear_attention, norm_beside_gate, gates, forget_gates, scan, slots)
+def attention(q, k, v, narrow):
+    """To whole documents, without positions: of k and v."""
+    q, k, v = (x.unflatten(2, (2, 16)) for x in (q, k, v))
+    return [window_attention_triton(q, k, v, window=None, pos=None, state=empty(k, v, 0), scale=0.25, fresh=True)[0], narrow * 2]
+
+
+def attention_in_a_window(q, k, v, narrow):
+    q, k, v = (x.unflatten(2, (2, 16)) for x in (conv(q, 32), conv(k, 32), v))
+    return [window_attention_triton(q, k, v, window=6, pos=None, state=empty(k, v, 5), scale=0.25, fresh=True)[0], narrow * 2]
+
+
+def attention_to_memories(q, k, v, narrow):
+    """Of tokens q; k and v, as keys and values of the fading memory, are read in memories alone."""
+    q, k, v = (x.unflatten(2, (2, 16)) for x in (conv(q, 32), k, v))
+    options = Options(window=6, n_fading=3, n_eidetic=4, sliding=False, scale=0.25)
+    pos = torch.arange(T, dtype=torch.int32, device=DEVICE).expand(B, T)
+    inputs = (q, q * 2, q * 3, k, v, normal(B, T))
+    y, _ = eidetic_attention_triton(inputs, options, pos=pos, state={}, fresh=True, need_final_state=False)
+    return [y, narrow * 2]
+
+
+OF_ATTENTION = (attention, attention_in_a_window, attention_to_memories)
+READERS = (convolutions, retention, linear_attention, norm_beside_gate, gates, forget_gates, scan, slots, *OF_ATTENTION)
 
 
 class Projection:
@@ -126,6 +152,15 @@ def test_gradients_of_parts_are_columns_of_one_tensor(monkeypatch, reader, retur
     assert apart > 1
     assert len(projection.runs[-1]) == 1
     same(found, expected)
+
+
+@pytest.mark.parametrize("reader", OF_ATTENTION, ids=lambda of: of.__name__)
+def test_attention_writes_the_gradients_of_keys_and_values_in_their_places(monkeypatch, reader):
+    places = []
+    take = SharedGradient.take
+    monkeypatch.setattr(SharedGradient, "take", lambda owner, part, like: places.append(part) or take(owner, part, like))
+    Projection(monkeypatch).gradients(reader, claimed=True)
+    assert {1, 2} <= set(places)
 
 
 def test_wide_parts_that_nobody_claims_are_products_of_their_own(monkeypatch):

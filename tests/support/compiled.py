@@ -27,8 +27,9 @@ ARCHITECTURES = (80, 90, 100)
 # those whose shared memory is compared, too: 8.9 and 12.0 stand for all cards with 99 KiB
 FITTED = (80, 89, 90, 100, 120)
 # those that are not held to have no spills: few use such attention, and float32 is for comparisons; of the delta rule's walk back
-# over chunks two programs share a processor and keep the rest of its registers in memory
-MAY_SPILL = re.compile(r"in float32|of 256 with memories|in a window|^preset|walk back")
+# over chunks two programs share a processor and keep the rest of its registers in memory; and what spills less than a tenth and was
+# timed to be faster: gradients of keys and values of 256 numbers, and of 128 beside memories
+MAY_SPILL = re.compile(r"in float32|of 256 with memories|in a window|^preset|walk back|of 256(, capped,)? rows|eidetic, 128 rows")
 MAIN = 90  # the only one for what is a variant of another kernel, "NAME, VARIANT"
 # which of a kernel's configurations is compiled where one is enough; else its first
 CHEAP = {
@@ -502,9 +503,11 @@ def _eidetic_kernels(arch):
             "BLOCK_K": config.keys_backward,
             "REACH": 0,
             "ROW": 4096,
-            "GRAD_ROW": 4096,
+            "DK_ROW": 4096,
+            "DV_ROW": 4096,
             "E": 64,
             "CAP": 0.0,
+            "ROWS_FIRST": config.rows_first,
         }
         yield (
             f"{name} rows backward",
@@ -513,7 +516,7 @@ def _eidetic_kernels(arch):
             config.warps_backward,
             types,
         )
-        memories = {**back, "WINDOW": 512, "BLOCK_M": config.memory}
+        memories = {**back, "WINDOW": 512, "BLOCK_M": config.memory, "ROWS_FIRST": config.rows_first}
         yield (
             f"{name} memories backward",
             joint_attention_kernels.joint_attention_backward_dmemory_kernel,
@@ -521,7 +524,8 @@ def _eidetic_kernels(arch):
             config.warps_backward,
             types,
         )
-        spread = {"G": 2048 // dim, "K": dim, "BLOCK_D": dim, "BLOCK_K": min(config.keys_backward, 8192 // dim), "GRAD_ROW": 4096}
+        spread = {"G": 2048 // dim, "K": dim, "BLOCK_D": dim, "BLOCK_K": min(config.keys_backward, 8192 // dim)}
+        spread |= {"DK_ROW": 4096, "DV_ROW": 4096}
         yield f"{name} copies backward", memory_copy_kernels.memory_copy_backward_kernel, spread, 4, types
     # all of a document, and no memories
     for dim, heads, groups in ((64, 32, 32), (128, 16, 16), (256, 16, 2)):
@@ -582,7 +586,8 @@ def _history_kernels(name, dim, heads, groups, config, types, reach=-1, cap=0.0)
     dq = {**queries, "BLOCK_K": config.keys_dq or config.keys}
     yield f"{name} queries backward", kernels.joint_attention_backward_dq_kernel, dq, config.warps, types
     rows = {**sizes, "BLOCK_Q": config.queries_backward, "BLOCK_K": config.keys_backward, "num_stages": config.stages_backward}
-    rows |= {"MIN_DISTANCE": 0, "REACH": reach, "GRAD_ROW": groups * dim, "E": 0}
+    rows |= {"MIN_DISTANCE": 0, "REACH": reach, "DK_ROW": groups * dim, "DV_ROW": groups * dim, "E": 0}
+    rows |= {"ROWS_FIRST": config.rows_first}
     yield f"{name} rows backward", kernels.joint_attention_backward_dkv_kernel, rows, config.warps_backward, types
 
 
