@@ -12,7 +12,8 @@ The backward pass recomputes the weights from the scores and the logarithm of th
 
 Keys of B'MOJO's fading tokens are outputs of a state space model, which nothing bounds. A product and a sum are one instruction on
 a GPU, with one rounding: the largest score less itself is then not 0 but the rounding of their product with the scale, which for
-scores of 1e10 is hundreds, and its power infinite. With far rows and memories, exponents of weights are therefore held to 0.
+scores of 1e10 is hundreds, and its power infinite or 0, as then those of all others are. With far rows and memories, scores are
+therefore compared before they are scaled, and exponents of weights from the logarithm of their sum are held to 0.
 """
 
 import triton
@@ -39,10 +40,12 @@ def online_softmax_update(acc, row_max, row_sum, scores, mask, v_j, scale, DOT_D
         scores = tl.where(mask, scores, float("-inf"))
     new = tl.maximum(row_max, tl.max(scores, 1))
     # row_max is -inf until a row is visible
-    base = tl.where(new == float("-inf"), 0.0, new * scale)
-    exponents, fewer = scores * scale - base[:, None], row_max * scale - base
     if mask is not None:
-        exponents, fewer = at_most_zero(exponents), at_most_zero(fewer)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        exponents, fewer = (scores - base[:, None]) * scale, (row_max - base) * scale
+    else:
+        base = tl.where(new == float("-inf"), 0.0, new * scale)
+        exponents, fewer = scores * scale - base[:, None], row_max * scale - base
     weights, fewer = tl.exp2(exponents), tl.exp2(fewer)
     return acc * fewer[:, None] + dot(weights, v_j, DOT_DTYPE), new, row_sum * fewer + tl.sum(weights, 1)
 
@@ -187,13 +190,13 @@ def products_of_rows(q_i, k_j, ROWS_FIRST: tl.constexpr, DOT_DTYPE: tl.constexpr
 
 
 @triton.jit
-def visible_rows(i, r, count, N, ROWS_FIRST: tl.constexpr):
+def sees(i, r, count, N, ROWS_FIRST: tl.constexpr):
     """Whether tokens i, each of which sees `count` rows up to its own, see rows r; shaped as `products_of_rows`."""
     if ROWS_FIRST:
-        visible = in_range((i + N)[None, :] - r[:, None], count[None, :])
+        found = in_range((i + N)[None, :] - r[:, None], count[None, :])
     else:
-        visible = in_range((i + N)[:, None] - r[None, :], count[:, None])
-    return visible
+        found = in_range((i + N)[:, None] - r[None, :], count[:, None])
+    return found
 
 
 @triton.jit
@@ -326,11 +329,11 @@ def joint_attention_backward_dkv_kernel(
                     common = (i0 + BLOCK_Q <= T) & (last + N - tl.load(limit + b * T + last) <= r0)
                 if (not common) | (r0 + BLOCK_K - 1 > i0 + N):
                     count = num_visible(limit, b, i, i < T, T, 0)
-                    scores = tl.where(visible_rows(i, r, count, N, ROWS_FIRST), scores, float("-inf"))
+                    scores = tl.where(sees(i, r, count, N, ROWS_FIRST), scores, float("-inf"))
                 mask = None
             else:
                 count = num_visible(limit, b, i, i < T, T, MIN_DISTANCE)
-                mask = visible_rows(i, r, count, N - MIN_DISTANCE, ROWS_FIRST)
+                mask = sees(i, r, count, N - MIN_DISTANCE, ROWS_FIRST)
             dk_j, dv_j = dkv_of_queries(
                 scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, ROWS_FIRST, DOT_DTYPE, CAP
             )  # fmt: skip
@@ -366,11 +369,11 @@ def joint_attention_backward_dmemory_kernel(
         for i0 in range(first, tl.minimum(first + WINDOW, T), BLOCK_Q):
             i = i0 + tl.arange(0, BLOCK_Q)
             q_i, dy_i, lse_i, delta_i = load_query_tile(q, dy, lse, delta, i, i < T, b, h, T, H, K, BLOCK_D)
-            sees = tl.load(slot + b * T + i, mask=i < T, other=-1) == s
+            of_memory = tl.load(slot + b * T + i, mask=i < T, other=-1) == s
             if ROWS_FIRST:
-                mask = sees[None, :] & exists[:, None]
+                mask = of_memory[None, :] & exists[:, None]
             else:
-                mask = sees[:, None] & exists[None, :]
+                mask = of_memory[:, None] & exists[None, :]
             scores = products_of_rows(q_i, k_j, ROWS_FIRST, DOT_DTYPE)
             dk_j, dv_j = dkv_of_queries(scores, q_i, v_j, dy_i, mask, lse_i, delta_i, scale_log2, ROWS_FIRST, DOT_DTYPE, 0)
             dk_acc += dk_j

@@ -177,10 +177,8 @@ def test_gradients_of_what_lies_side_by_side_do_too(sliding):
         found.append(gradients([y], leaves, seeded(2)))
     for beside, alone in zip(*found, strict=True):
         assert torch.equal(beside, alone)
-    _, dk, dv, dfading_k, dfading_v = (x.flatten(2).flatten(0, 1) for x in found[0])
+    _, dk, dv, *_ = (x.flatten(2).flatten(0, 1) for x in found[0])
     assert _side_by_side(dk, dv)
-    # sliding, they are of a copy that has rows before
-    assert _side_by_side(dfading_k, dfading_v) != sliding
 
 
 @pytest.mark.parametrize("sliding", some((False, True), (True,)))
