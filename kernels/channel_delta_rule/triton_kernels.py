@@ -34,7 +34,7 @@ from baton.kernels.gated_linear_attention.triton_common import (
     decay_to_end,
     dot,
     joined_pairs,
-    last_token,
+    last_position,
     load_gate_sums,
     load_positions,
     load_state_block,
@@ -78,7 +78,7 @@ def channel_prepare_kernel(
     k_x = load_tokens(k + b * k_batch + h * k_head, t, k_row, x, T, X).to(tl.float32)
     store_tokens(read_a + to, t, H * X, x, T, X, k_x * since)
     total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], summed, 0.0), 0)
-    at_last = last_token(at, C)
+    at_last = last_position(pos + b * T, n * C, T, C, HAS_POS)
     store_tokens(written + to, t, H * X, x, T, X, k_x * decay_to_end(summed, total[None, :], at_last, C, HAS_POS))
     left = chunk_decay(total, at_last, C, HAS_POS)
     tl.store(whole + ((b * H + h) * tl.num_programs(0) + n) * X + x, left, mask=x < X)

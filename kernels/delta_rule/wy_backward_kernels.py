@@ -18,7 +18,8 @@ from baton.kernels.gated_linear_attention.triton_common import (
     decay_from_start,
     decay_to_end,
     dot,
-    last_token,
+    last_gate_sum,
+    last_position,
     load_gate_sums,
     load_positions,
     load_rows,
@@ -85,9 +86,10 @@ def wy_u_backward_kernel(
         read = tl.load(scores + n * (C * C) + square)
         beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
         at = load_positions(pos + b * T + begin, i, left, HAS_POS)
-        at_last = last_token(at, C)
-        summed = load_gate_sums(sums + (b * T + begin) * H + h, i, left, x, H, X, GATE)
-        total = last_token(summed, C)
+        at_last = last_position(pos + b * T + begin, 0, left, C, HAS_POS)
+        of_chunk = sums + (b * T + begin) * H + h
+        summed = load_gate_sums(of_chunk, i, left, x, H, X, GATE)
+        total = last_gate_sum(of_chunk, 0, left, H, GATE, C)
         since, until = decay_from_start(summed, at, C, HAS_POS), decay_to_end(summed, total, at_last, C, HAS_POS)
         low = round_operand(dS, DOT_DTYPE)
         if KEEP:
@@ -198,9 +200,9 @@ def wy_gradients_kernel(
         over_keys += dot(dr_y, tl.trans(u_y), DOT_DTYPE)
         store_rows(dv + of_rows * Y, i, H * Y, y, left, Y, beta_t[:, None] * dr_y.to(tl.float32))
     at = load_positions(pos, i, left, HAS_POS)
-    at_last = last_token(at, C)
+    at_last = last_position(pos, 0, left, C, HAS_POS)
     summed = load_gate_sums(sums, i, left, i, H, X, GATE)
-    total = last_token(summed, C)
+    total = last_gate_sum(sums, 0, left, H, GATE, C)
     since, until = decay_from_start(summed, at, C, HAS_POS), decay_to_end(summed, total, at_last, C, HAS_POS)
     decays = pairwise_decays(summed, at, C, GATE, HAS_POS)
     # beta multiplies what u / beta is; where there is no quotient, `wy_dbeta_zero_kernel` comes after this one

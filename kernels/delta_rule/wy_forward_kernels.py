@@ -26,7 +26,8 @@ from baton.kernels.gated_linear_attention.triton_common import (
     decay_from_start,
     decay_to_end,
     dot,
-    last_token,
+    last_gate_sum,
+    last_position,
     load_gate_sums,
     load_positions,
     load_tokens,
@@ -170,9 +171,10 @@ def wy_u_kernel(
         v_t = load_tokens(v + begin * v_row, i, v_row, y, left, Y)
         beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
         at = load_positions(pos + b * T + begin, i, left, HAS_POS)
-        at_last = last_token(at, C)
-        summed = load_gate_sums(sums + (b * T + begin) * H + h, i, left, x, H, X, GATE)
-        total = last_token(summed, C)
+        at_last = last_position(pos + b * T + begin, 0, left, C, HAS_POS)
+        of_chunk = sums + (b * T + begin) * H + h
+        summed = load_gate_sums(of_chunk, i, left, x, H, X, GATE)
+        total = last_gate_sum(of_chunk, 0, left, H, GATE, C)
         since, until = decay_from_start(summed, at, C, HAS_POS), decay_to_end(summed, total, at_last, C, HAS_POS)
         low = round_operand(S, DOT_DTYPE)
         if KEEP:

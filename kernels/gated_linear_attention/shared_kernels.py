@@ -25,7 +25,7 @@ from baton.kernels.gated_linear_attention.triton_common import (
     decay_from_start,
     decay_to_end,
     dot,
-    last_token,
+    last_position,
     load_positions,
     load_state_block,
     pairwise_decays,
@@ -112,7 +112,7 @@ def gla_shared_dqk_kernel(
     begin, x, i = tl.cast(n * C, tl.int64), xs * BX + tl.arange(0, BX), tl.arange(0, C)
     rows = tl.minimum(T - n * C, C)
     at = load_positions(pos + b * T, n * C + i, T, HAS_POS)
-    at_last = last_token(at, C)
+    at_last = last_position(pos + b * T, n * C, T, C, HAS_POS)
     here = (b * T + begin) * H
     ry += b * ry_batch + begin * ry_row
     wy += b * wy_batch + begin * wy_row

@@ -113,9 +113,16 @@ def load_positions(pos, t, T, HAS_POS: tl.constexpr):
 
 
 @triton.jit
-def last_token(at, C: tl.constexpr):
-    """The last element of [C]."""
-    return tl.sum(tl.where(tl.arange(0, C) == C - 1, at, 0), 0)
+def last_position(pos, begin, T, C: tl.constexpr, HAS_POS: tl.constexpr):
+    """That of the last of C tokens from `begin` on, as `load_positions` has it: loaded, because a sum over the tokens would have a
+    walk's warps wait for each other in every step."""
+    if HAS_POS:
+        last = begin + C - 1
+        known = tl.minimum(last, T - 1)
+        found = tl.load(pos + known) + (last - known)
+    else:
+        found = 0
+    return found
 
 
 @triton.jit
@@ -128,6 +135,16 @@ def load_gate_sums(sums, t, T, x, H, X: tl.constexpr, GATE: tl.constexpr):
         return tl.load(sums + known * H)
     else:
         return tl.zeros([t.shape[0]], tl.float32)
+
+
+@triton.jit
+def last_gate_sum(sums, begin, T, H, GATE: tl.constexpr, C: tl.constexpr):
+    """That of the last of C tokens from `begin` on, as `load_gate_sums` has it; not of channels."""
+    if GATE == SCALAR:
+        found = tl.load(sums + tl.minimum(begin + C - 1, T - 1).to(tl.int64) * H)
+    else:
+        found = tl.full((), 0.0, tl.float32)
+    return found
 
 
 @triton.jit

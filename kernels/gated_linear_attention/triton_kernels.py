@@ -25,7 +25,8 @@ from baton.kernels.gated_linear_attention.triton_common import (
     dot,
     dot_split,
     joined_pairs,
-    last_token,
+    last_gate_sum,
+    last_position,
     load_gate_sums,
     load_positions,
     load_state_block,
@@ -68,7 +69,7 @@ def gla_prepare_kernel(
                 store_tokens(read + (b * T * (H * G) + h * G + q) * X, t, H * G * X, x, T, X, r_x * since)
         if WRITE:
             total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], summed, 0.0), 0)
-            at_last = last_token(at, C)
+            at_last = last_position(pos + b * T, n * C, T, C, HAS_POS)
             w_x = load_tokens(w + b * w_batch + h * w_head, t, w_row, x, T, X)
             until = decay_to_end(summed, total[None, :], at_last, C, HAS_POS)
             store_tokens(written + (b * T * H + h) * X, t, H * X, x, T, X, w_x * until)
@@ -152,7 +153,8 @@ def chunk_h_kernel(
         else:
             at = load_positions(pos + b * T, t, T, HAS_POS)
             summed = load_gate_sums(sums + b * T * H + h, t, T, x, H, X, GATE)
-            total, at_last = last_token(summed, C), last_token(at, C)
+            total = last_gate_sum(sums + b * T * H + h, n * C, T, H, GATE, C)
+            at_last = last_position(pos + b * T, n * C, T, C, HAS_POS)
             left = chunk_decay(total, at_last, C, HAS_POS)
             S *= left
             if BACKWARDS:
@@ -215,7 +217,8 @@ def gla_chunk_o_kernel(
         at = load_positions(pos + b * T, t, T, HAS_POS)
         summed = load_gate_sums(sums + b * T * H + h, t, T, i, H, X, GATE)
         since = decay_from_start(summed, at, C, HAS_POS) * scale
-        until = decay_to_end(summed, last_token(summed, C), last_token(at, C), C, HAS_POS)
+        total = last_gate_sum(sums + b * T * H + h, n * C, T, H, GATE, C)
+        until = decay_to_end(summed, total, last_position(pos + b * T, n * C, T, C, HAS_POS), C, HAS_POS)
     grad_w = tl.zeros([C, BY], tl.float32)
     for group in tl.static_range(G):
         q = h * G + group
@@ -270,7 +273,7 @@ def gla_chunk_dqk_kernel(
     b, h = (tl.program_id(2) // H).to(tl.int64), tl.program_id(2) % H
     t, i = n * C + tl.arange(0, C), tl.arange(0, C)
     at = load_positions(pos + b * T, t, T, HAS_POS)
-    at_last = last_token(at, C)
+    at_last = last_position(pos + b * T, n * C, T, C, HAS_POS)
     of_state = ((b * H + h) * chunks + n) * (X * Y)
     here = sums + (b * T * H + h) * X if GATE == CHANNEL else sums + b * T * H + h
     if GATE == CHANNEL:
@@ -302,7 +305,7 @@ def gla_chunk_dqk_kernel(
                 total = tl.sum(tl.where((i == C - 1)[:, None], summed, 0.0), 0)
                 grad_w *= decay_to_end(summed, total[None, :], at_last, C, HAS_POS)
             else:
-                total = last_token(summed, C)
+                total = last_gate_sum(here, n * C, T, H, GATE, C)
                 grad_w *= decay_to_end(summed, total, at_last, C, HAS_POS)[:, None]
             if DECAYS and GATE == CHANNEL:
                 flow -= w_x * grad_w

@@ -15,7 +15,7 @@ from baton.kernels.gated_linear_attention.triton_common import (
     decay_from_start,
     decay_to_end,
     dot,
-    last_token,
+    last_position,
     load_gate_sums,
     load_positions,
     load_state_block,
@@ -55,7 +55,7 @@ def pair_prepare_kernel(
     store_tokens(readers + second, t, row, x, T, X, r_x)
     store_tokens(read + second, t, row, x, T, X, r_x * since * scale)
     total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], summed, 0.0), 0)
-    at_last = last_token(at, C)
+    at_last = last_position(pos + batch * T, n * C, T, C, HAS_POS)
     until = decay_to_end(summed, total[None, :], at_last, C, HAS_POS)
     b_x = load_tokens(b + batch * b_batch + h * b_head, t, b_row, x, T, X)
     store_tokens(keys + first, t, row, x, T, X, b_x)
@@ -121,7 +121,7 @@ def pair_gradients_kernel(
     known = tl.minimum(C // 2 - 1, left - 1)
     middle = tl.load(here + known * (H * X) + x, mask=x < X, other=0.0)
     total = tl.load(here + tl.minimum(C - 1, left - 1) * (H * X) + x, mask=x < X, other=0.0)
-    at_last = last_token(at, C)
+    at_last = last_position(pos + batch * T, n * (C // 2), T, C // 2, HAS_POS) * 2 + 1
     w_x = load_tokens(keys + rows * X, i, H * X, x, left, X)
     r_x = load_tokens(readers + rows * X, i, H * X, x, left, X)
     apart = (summed - middle[None, :]).to(tl.float32)
