@@ -163,6 +163,13 @@ def test_attention_writes_the_gradients_of_keys_and_values_in_their_places(monke
     assert {1, 2} <= set(places)
 
 
+@pytest.mark.parametrize("reader", OF_ATTENTION, ids=lambda of: of.__name__)
+def test_of_one_token_the_next_row_is_the_next_sequences(monkeypatch, reader):
+    monkeypatch.setitem(globals(), "T", 1)
+    projection = Projection(monkeypatch)
+    same(projection.gradients(reader, claimed=True), projection.gradients(reader, claimed=False))
+
+
 def test_wide_parts_that_nobody_claims_are_products_of_their_own(monkeypatch):
     monkeypatch.setattr(linears, "_NARROW", 0)
     projection = Projection(monkeypatch, (32, 32, 41, 8))
