@@ -54,7 +54,11 @@ class SharedGradient:
         if place.storage_offset() * place.element_size() % _ALIGNMENT:
             return None
         self._taken.add(part)
-        return place.view(like.shape)
+        found = place.view(like.shape)
+        if like.dim() > 2 and like.shape[1] == 1:
+            # kernels take the distance between two sequences to be their length, which is 1, times that of tokens
+            found = found.as_strided(found.shape, (found.stride(0), place.stride(0), *found.stride()[2:]))
+        return found
 
     def complete(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the parts [.., width], as views of one tensor where it has room for them. Ends the pass: the memory is then

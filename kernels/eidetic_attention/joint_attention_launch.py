@@ -164,11 +164,6 @@ def _with_equal_strides(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k, v) if as_they_are else (launch_utils.contiguous_by_words(k), launch_utils.contiguous_by_words(v))
 
 
-def _row(x: Tensor) -> int:
-    """Elements between rows of x [B, J, G, K], and, of one row each, between sequences."""
-    return x.stride(1) if x.shape[1] > 1 else x.stride(0)
-
-
 class _JointAttentionLaunch:
     """Shapes and launches of one call. tensors: q, then keys and values of the window and of the far history. window: tokens; None:
     the whole history, and no far rows or memories. copies: returned by `copy_memories`.
@@ -302,7 +297,7 @@ class _JointAttentionLaunch:
             ends = last_queries(limit, before, k.shape[1], size) if reach < 0 else limit
             self.kernels.joint_attention_backward_dkv_kernel[self.grid(k.shape[1] + max(0, reach), size, self.groups)](
                 self.q, k, v, limit, ends, lse, dy, delta, *copies, dk, dv, self.length, self.memories, self.scale, N=before,
-                MIN_DISTANCE=nearest, REACH=reach, ROW=k.stride(1), DK_ROW=_row(dk), DV_ROW=_row(dv),
+                MIN_DISTANCE=nearest, REACH=reach, ROW=k.stride(1), DK_ROW=dk.stride(1), DV_ROW=dv.stride(1),
                 E=self.entries, num_warps=self.config.warps_backward, **options, **self.rows_first, **self.cap, **blocks,
             )  # fmt: skip
 
@@ -356,7 +351,7 @@ class _JointAttentionLaunch:
         size = max(16, min(self.config.keys_backward, _SUMMED // self.block_dim))
         self.copy_kernels.memory_copy_backward_kernel[self.grid(rows, size, self.groups)](
             first, self.copies[2], dmemory_k, dmemory_v, dk, dv, rows, first.shape[1], skipped, self.memories * self.rows,
-            G=self.groups, K=self.dim, BLOCK_K=size, BLOCK_D=self.block_dim, DK_ROW=_row(dk), DV_ROW=_row(dv),
+            G=self.groups, K=self.dim, BLOCK_K=size, BLOCK_D=self.block_dim, DK_ROW=dk.stride(1), DV_ROW=dv.stride(1),
             num_warps=4,
         )  # fmt: skip
         return dk, dv

@@ -163,8 +163,9 @@ def test_attention_writes_the_gradients_of_keys_and_values_in_their_places(monke
     assert {1, 2} <= set(places)
 
 
-@pytest.mark.parametrize("reader", OF_ATTENTION, ids=lambda of: of.__name__)
-def test_of_one_token_the_next_row_is_the_next_sequences(monkeypatch, reader):
+@pytest.mark.parametrize("reader", READERS, ids=lambda of: of.__name__)
+def test_sequences_of_one_token_have_their_rows_apart(monkeypatch, reader):
+    """A view's distance between the tokens of such sequences means nothing to PyTorch, but kernels multiply it by their length."""
     monkeypatch.setitem(globals(), "T", 1)
     projection = Projection(monkeypatch)
     same(projection.gradients(reader, claimed=True), projection.gradients(reader, claimed=False))
