@@ -54,7 +54,8 @@ def window_attention(
         token.
         sinks: a logit for each query and head, [batch, T, heads]; None: there are none.
         soft_cap: bound of the scores' size, above 0; sinks are not capped. None: scores are not capped.
-        pos: position of each token in its document, int32 or int64 [batch, T]. None: no document starts in this segment.
+        pos: position of each token in its document, int32 or int64 [batch, T]: one more than the token's before, or the start of
+            another document. None: no document starts in this segment.
         state: {k, v [batch, window - 1, key heads, dim] in k's dtype, seen int64 [batch]}, returned by an earlier call. None:
             nothing has been read, even if pos says that the document began earlier.
         scale: of the scores; None: dim^-1/2.

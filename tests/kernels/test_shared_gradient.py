@@ -163,7 +163,7 @@ def test_attention_writes_the_gradients_of_keys_and_values_in_their_places(monke
     assert {1, 2} <= set(places)
 
 
-@pytest.mark.parametrize("reader", READERS, ids=lambda of: of.__name__)
+@pytest.mark.parametrize("reader", some(READERS, (slots, *OF_ATTENTION)), ids=lambda of: of.__name__)
 def test_sequences_of_one_token_have_their_rows_apart(monkeypatch, reader):
     """A view's distance between the tokens of such sequences means nothing to PyTorch, but kernels multiply it by their length."""
     monkeypatch.setitem(globals(), "T", 1)
