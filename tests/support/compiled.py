@@ -29,8 +29,8 @@ FITTED = (80, 89, 90, 100, 120)
 # those that are not held to have no spills: few use such attention, and float32 is for comparisons; of the delta rule's walk back
 # over chunks two programs share a processor and keep the rest of its registers in memory
 MAY_SPILL = re.compile(r"in float32|of 256 with memories|in a window|^preset|walk back")
-# on MAIN alone, whose launches were timed to be faster though they spill a little
-FASTER = re.compile(r"of 256(, capped,)? rows|(eidetic, 128|heads of (160|192),) rows")
+# on MAIN alone, whose launches were timed to be faster though they spill
+FASTER = re.compile(r"of 256(, capped,)? rows|(eidetic, 128|heads of (160|192),) rows|(gla|gsa) chunk_dqk backward")
 MAIN = 90  # the only one for what is a variant of another kernel, "NAME, VARIANT"
 # which of a kernel's configurations is compiled where one is enough; else its first
 CHEAP = {
@@ -100,12 +100,11 @@ def kernels(arch):
     for name, kernel, constants, warps, dtype in _kernels(arch):
         rows = {p.name: CHANNELS for p in kernel.params if p.is_constexpr and p.name.endswith("_row")}
         yield name, kernel, {**constants, **rows}, warps, dtype
-    yield from (kernel for kernel in _matrix_kernels(arch) if not MAY_SPILL.search(kernel[0]))
+    yield from _without_spills(_matrix_kernels(arch), arch)
     yield from _lattice_kernels()
     yield from _generalized_delta_kernels()
     yield from _step_kernels()
-    attention = (kernel for kernel in _eidetic_kernels(arch) if not MAY_SPILL.search(kernel[0]))
-    yield from (kernel for kernel in attention if arch != MAIN or not FASTER.search(kernel[0]))
+    yield from _without_spills(_eidetic_kernels(arch), arch)
     yield from _norm_kernels()
     yield from _gate_kernels()
     yield from _gated_norm_kernels()
@@ -116,6 +115,11 @@ def kernels(arch):
     yield from _loss_kernels()
     yield from _embedding_kernels()
     yield from _adamw_kernels()
+
+
+def _without_spills(found, arch):
+    """Those that are held to have none."""
+    return (kernel for kernel in found if not MAY_SPILL.search(kernel[0]) and not (arch == MAIN and FASTER.search(kernel[0])))
 
 
 def fitted(arch):
@@ -928,7 +932,7 @@ def report(kernel, known, constants, arch, warps):
 
 
 def one(number, arch):
-    """The report of the number-th configuration."""
+    """The report of the number-th configuration of an architecture, which are not the same on all."""
     name, kernel, constants, warps, dtype = list(kernels(arch))[number]
     return f"{name}, sm_{arch}", report(kernel, signature(kernel, constants, dtype), constants, arch, warps)
 
@@ -1045,11 +1049,10 @@ def main():
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         few, updates = pool.submit(starved), {name: pool.submit(wide, name) for name in ("adamw", "adamw, unaligned")}
         walks = {name: pool.submit(blocks_of, name) for name in ("longhorn backward", "mamba backward") if every}
-        jobs = [
-            pool.submit(one, number, arch)
-            for number in numbers
-            for arch in ((MAIN,) if ", " in listed[number][0] or not every else ARCHITECTURES)
-        ]
+        jobs = [pool.submit(one, number, MAIN) for number in numbers]
+        for arch in (other for other in ARCHITECTURES if every and other != MAIN):
+            there = [configuration[0] for configuration in kernels(arch)]
+            jobs += [pool.submit(one, number, arch) for number, name in enumerate(there) if ", " not in name]
         fitting = [pool.submit(shared, name, arch) for _, name, arch, key in to_fit if key not in sizes]
         measured = dict(job.result() for job in fitting)
         found = {"kernels": before | dict(job.result() for job in jobs), "starved": few.result()}
