@@ -172,12 +172,13 @@ def channel_u_kernel(
     for step in range(p * piece, tl.minimum(chunks, (p + 1) * piece)):
         n = tl.cast(step, tl.int64)
         begin, left = n * C, T - step * C
-        a_x = load_tokens(read_a + begin * (H * X), i, H * X, x, left, X)
-        v_t = load_values(v, n, i, v_row, y, left, Y, ALTERNATE, C).to(tl.float32)
-        beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
+        # before the loads: see `delta_rule.wy_forward_kernels`
         low = round_operand(S, DOT_DTYPE)
         if KEEP:
             tl.store(states + n * (X * Y) + where, low.to(states.dtype.element_ty), mask=inside)
+        a_x = load_tokens(read_a + begin * (H * X), i, H * X, x, left, X)
+        v_t = load_values(v, n, i, v_row, y, left, Y, ALTERNATE, C).to(tl.float32)
+        beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
         known = dot(a_x, low, DOT_DTYPE)
         missed = v_t - (tl.where((i % 2 == 0)[:, None], known, 0.0) if ALTERNATE else known)
         u_t = apply_inverse(inverse + n * PLANES * (C * C), square, beta_t[:, None] * missed, False, DOT_DTYPE, C)
@@ -226,11 +227,11 @@ def channel_u_backward_kernel(
         n = tl.cast(behind - 1 - step, tl.int64)
         begin = n * C
         left = T - (behind - 1 - step) * C
-        dy_t = load_values(dy, n, i, dy_row, y, left, Y, ALTERNATE, C)
-        beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
         low = round_operand(dS, DOT_DTYPE)
         if KEEP:
             tl.store(cotangents + n * (X * Y) + where, low.to(cotangents.dtype.element_ty), mask=inside)
+        dy_t = load_values(dy, n, i, dy_row, y, left, Y, ALTERNATE, C)
+        beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
         du = dot(load_tokens(written + begin * (H * X), i, H * X, x, left, X), low, DOT_DTYPE)
         du += dot(tl.trans(tl.load(scores + n * (C * C) + square)), dy_t, DOT_DTYPE) * scale
         dr_t = apply_inverse(inverse + n * PLANES * (C * C), square, du, True, DOT_DTYPE, C)
@@ -241,7 +242,7 @@ def channel_u_backward_kernel(
             dS += dot(tl.trans(a_x), tl.where((i % 2 == 0)[:, None], -grad_v, dy_t.to(tl.float32)), DOT_DTYPE)
         else:
             dS += dot(tl.trans(load_tokens(read_q + begin * (H * X), i, H * X, x, left, X)), dy_t, DOT_DTYPE)
-            dS -= dot(tl.trans(a_x), grad_v, DOT_DTYPE)
+            dS += dot(tl.trans(a_x), -grad_v, DOT_DTYPE)
         if KEEP:
             store_tokens(dr + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, dr_t)
     if KEEP:

@@ -10,7 +10,6 @@ the first; one program per chunk computes all other gradients from them.
 import triton
 import triton.language as tl
 
-from baton.kernels.common.triton_prefetch import line_pointers, prefetch, prefetch_rows
 from baton.kernels.delta_rule.wy_forward_kernels import apply_inverse
 from baton.kernels.gated_linear_attention.triton_common import (
     NONE,
@@ -73,14 +72,10 @@ def wy_u_backward_kernel(
         n = tl.cast(behind - 1 - step, tl.int64)
         begin = n * C
         left = T - (behind - 1 - step) * C
-        # what the next step loads; registers and shared memory have no room for it
-        next_n = tl.maximum(n - 1, 0)
-        rows = tl.where(n > 0, C, left)
-        prefetch_rows(k + next_n * C * k_row, i, k_row, rows, 0, X, BX)
-        prefetch_rows(dy + next_n * C * dy_row, i, dy_row, rows, tl.program_id(0) * BY, Y, BY)
-        prefetch(line_pointers(scores + next_n * (C * C), C * C, C * C))
-        prefetch(line_pointers(inverse + next_n * PLANES * (C * C), PLANES * C * C, PLANES * C * C))
-        prefetch_rows(q + next_n * C * q_row, i, q_row, rows, 0, X, BX)
+        # before the loads: a product waits for stores, too, and so for both at once
+        low = round_operand(dS, DOT_DTYPE)
+        if KEEP:
+            tl.store(cotangents + n * (X * Y) + where, low.to(cotangents.dtype.element_ty), mask=inside)
         k_x = load_rows(k + begin * k_row, i, k_row, x, left, X)
         dy_t = load_rows(dy + begin * dy_row, i, dy_row, y, left, Y)
         read = tl.load(scores + n * (C * C) + square)
@@ -91,9 +86,6 @@ def wy_u_backward_kernel(
         summed = load_gate_sums(of_chunk, i, left, x, H, X, GATE)
         total = last_gate_sum(of_chunk, 0, left, H, GATE, C)
         since, until = decay_from_start(summed, at, C, HAS_POS), decay_to_end(summed, total, at_last, C, HAS_POS)
-        low = round_operand(dS, DOT_DTYPE)
-        if KEEP:
-            tl.store(cotangents + n * (X * Y) + where, low.to(cotangents.dtype.element_ty), mask=inside)
         du = dot(k_x, low, DOT_DTYPE) * until[:, None]
         du += dot(tl.trans(read), dy_t * scale, DOT_DTYPE)
         dr_t = apply_inverse(inverse + n * PLANES * (C * C), square, du, True, DOT_DTYPE, C)
@@ -101,7 +93,8 @@ def wy_u_backward_kernel(
         q_x = load_rows(q + begin * q_row, i, q_row, x, left, X)
         dS *= chunk_decay(total, at_last, C, HAS_POS)
         dS += dot(tl.trans(q_x), dy_t * (since * scale)[:, None], DOT_DTYPE)
-        dS -= dot(tl.trans(k_x), (since * beta_t)[:, None] * dr_t, DOT_DTYPE)
+        # added, so that the product is summed up in dS's own registers
+        dS += dot(tl.trans(k_x), (since * -beta_t)[:, None] * dr_t, DOT_DTYPE)
         if KEEP:
             store_rows(dr + ((b * T + begin) * H + h) * Y, i, H * Y, y, left, Y, dr_t)
     if KEEP:

@@ -167,6 +167,10 @@ def wy_u_kernel(
     for step in range(p * piece, tl.minimum(chunks, (p + 1) * piece)):
         n = tl.cast(step, tl.int64)
         begin, left = n * C, T - step * C
+        # before the loads: a product waits for stores, too, and so for both at once
+        low = round_operand(S, DOT_DTYPE)
+        if KEEP:
+            tl.store(states + n * (X * Y) + where, low.to(states.dtype.element_ty), mask=inside)
         k_x = load_tokens(k + begin * k_row, i, k_row, x, left, X)
         v_t = load_tokens(v + begin * v_row, i, v_row, y, left, Y)
         beta_t = tl.load(beta + begin * beta_row + i * beta_row, mask=i < left, other=0.0).to(tl.float32)
@@ -176,9 +180,6 @@ def wy_u_kernel(
         summed = load_gate_sums(of_chunk, i, left, x, H, X, GATE)
         total = last_gate_sum(of_chunk, 0, left, H, GATE, C)
         since, until = decay_from_start(summed, at, C, HAS_POS), decay_to_end(summed, total, at_last, C, HAS_POS)
-        low = round_operand(S, DOT_DTYPE)
-        if KEEP:
-            tl.store(states + n * (X * Y) + where, low.to(states.dtype.element_ty), mask=inside)
         missed = v_t - since[:, None] * dot(k_x, low, DOT_DTYPE)
         u_t = apply_inverse(inverse + n * PLANES * (C * C), square, beta_t[:, None] * missed, False, DOT_DTYPE, C)
         S *= chunk_decay(total, at_last, C, HAS_POS)

@@ -107,25 +107,23 @@ def sum_over_head(x, UNIT: tl.constexpr):
 
 
 @triton.jit
-def short_conv_forward_kernel(
-    x, weight, bias, tail, pos, y, T, span, x_batch, eps,
-    DIM: tl.constexpr, x_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr,
-    UNIT: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+def in_one_document(pos, begin, end, before: tl.constexpr):
+    """Whether a span's tokens, and so many before it, are in one document: then nothing has to be selected by positions, which
+    takes as many instructions as the taps' products."""
+    return tl.load(pos + end - 1) >= end - begin - 1 + before
+
+
+@triton.jit
+def span_forward(
+    x, y, pos, window, taps, bias_d, d_in, zero, begin, end, eps,
+    DIM: tl.constexpr, x_row: tl.constexpr, W: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
+    EVEN_T: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """y [batch, T, DIM]. UNIT: channels of a head, whose length becomes 1 but for eps; 0: there are no heads."""
-    d, b = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.program_id(1).to(tl.int64)
-    d_in = d < DIM
-    x += b * x_batch + d
-    y += b * T * DIM + d
-    tail += b * (W - 1) * DIM + d
-    pos += b * T
-    begin, end = tl.program_id(2) * span, tl.minimum((tl.program_id(2) + 1) * span, T)
-    taps, bias_d = load_taps(weight, d, d_in, W), tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32)
-    window = load_window(x, tail, pos, b * 0 + begin, x_row, d_in, W, DIM, HAS_TAIL, HAS_POS)
-    xs = load_rows(x, b * 0 + begin, x_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
-    pos_s = load_positions(pos, b * 0 + begin, end, BLOCK_T, EVEN_T, HAS_POS)
+    """Stores the outputs of a span. window: the inputs before its first token; zero: in 64 bits."""
+    xs = load_rows(x, zero + begin, x_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
+    pos_s = load_positions(pos, zero + begin, end, BLOCK_T, EVEN_T, HAS_POS)
     for t0 in range(begin, end, BLOCK_T):
-        t1 = b * 0 + (tl.minimum(t0 + BLOCK_T, end - BLOCK_T) if EVEN_T else t0 + BLOCK_T)
+        t1 = zero + (tl.minimum(t0 + BLOCK_T, end - BLOCK_T) if EVEN_T else t0 + BLOCK_T)
         next_xs = load_rows(x, t1, x_row, d_in, end, BLOCK_T, EVEN_D, EVEN_T)
         next_pos = load_positions(pos, t1, end, BLOCK_T, EVEN_T, HAS_POS)
         issue_loads()
@@ -141,9 +139,36 @@ def short_conv_forward_kernel(
             outputs += (total,)
             window = shift_window(window, x_t, W)
         for s in tl.static_range(BLOCK_T):
-            row = y + (b * 0 + t0 + s) * DIM
+            row = y + (zero + t0 + s) * DIM
             tl.store(row, outputs[s].to(y.dtype.element_ty), mask=d_in & (True if EVEN_T else t0 + s < end))
         xs, pos_s = next_xs, next_pos
+
+
+@triton.jit
+def short_conv_forward_kernel(
+    x, weight, bias, tail, pos, y, T, span, x_batch, eps,
+    DIM: tl.constexpr, x_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_POS: tl.constexpr, SILU: tl.constexpr,
+    UNIT: tl.constexpr, EVEN_T: tl.constexpr, EVEN_D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """y [batch, T, DIM]. UNIT: channels of a head, whose length becomes 1 but for eps; 0: there are no heads."""
+    d, b = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.program_id(1).to(tl.int64)
+    d_in = d < DIM
+    x += b * x_batch + d
+    y += b * T * DIM + d
+    tail += b * (W - 1) * DIM + d
+    pos += b * T
+    begin, end = tl.program_id(2) * span, tl.minimum((tl.program_id(2) + 1) * span, T)
+    taps, bias_d = load_taps(weight, d, d_in, W), tl.load(bias + d, mask=d_in, other=0.0).to(tl.float32)
+    window = load_window(x, tail, pos, b * 0 + begin, x_row, d_in, W, DIM, HAS_TAIL, HAS_POS)
+    # of another document the window has zeros
+    if not HAS_POS or in_one_document(pos, begin, end, 0):
+        span_forward(
+            x, y, pos, window, taps, bias_d, d_in, b * 0, begin, end, eps, DIM, x_row, W, False, SILU, UNIT, EVEN_T, EVEN_D, BLOCK_T
+        )
+    else:
+        span_forward(
+            x, y, pos, window, taps, bias_d, d_in, b * 0, begin, end, eps, DIM, x_row, W, True, SILU, UNIT, EVEN_T, EVEN_D, BLOCK_T
+        )
 
 
 @triton.jit
@@ -195,13 +220,13 @@ def block_backward(
         if SILU or UNIT > 0:
             total = convolve(bias_d, taps, window, x_t, W)
             sigmoid_t = sigmoid(total) if SILU else 1.0
+            activated = total * sigmoid_t
             if UNIT > 0:
-                activated = total * sigmoid_t
                 scale = tl.rsqrt(sum_over_head(activated * activated, UNIT) + eps)
                 along = sum_over_head(activated * g, UNIT) * (scale * scale)
                 g = scale * (g - along * activated)
             if SILU:
-                g *= sigmoid_t * (1.0 + total * (1.0 - sigmoid_t))
+                g *= sigmoid_t + activated * (1.0 - sigmoid_t)
         dy_own = g
         if EDGE:
             g = tl.where(t0 + s < T, g, 0.0)
@@ -237,6 +262,34 @@ def block_backward(
 
 
 @triton.jit
+def span_backward(
+    x, dy, pos, carry, taps, bias_d, dtail_out, dx, dtail, lines, line_row, d_in, zero, begin, end, last, T, eps,
+    DIM: tl.constexpr, x_row: tl.constexpr, dy_row: tl.constexpr, dx_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr,
+    HAS_POS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr, HAS_DTAIL_OUT: tl.constexpr, EVEN_T: tl.constexpr,
+    EVEN_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a span's tokens; carry as in `block_backward`. zero: in 64 bits; last: the token up to which rows may be
+    prefetched. Returns the rows of the tokens behind the span, and the carry."""
+    xs = load_rows(x, zero + begin, x_row, d_in, T, BLOCK_T, EVEN_D, EVEN_T)
+    dys = load_rows(dy, zero + begin, dy_row, d_in, T, BLOCK_T, EVEN_D, EVEN_T)
+    pos_s = load_positions(pos, zero + begin, T, BLOCK_T, EVEN_T, HAS_POS)
+    for t0 in range(begin, end, BLOCK_T):
+        # memory may end after the last token: load the last ones again, which are not used
+        t1 = zero + (tl.minimum(t0 + BLOCK_T, T - BLOCK_T) if EVEN_T else t0 + BLOCK_T)
+        prefetch(lines + (zero + tl.minimum(t0 + prefetch_distance(BLOCK_T), last)) * line_row)
+        next_xs = load_rows(x, t1, x_row, d_in, T, BLOCK_T, EVEN_D, EVEN_T)
+        next_dys = load_rows(dy, t1, dy_row, d_in, T, BLOCK_T, EVEN_D, EVEN_T)
+        next_pos = load_positions(pos, t1, T, BLOCK_T, EVEN_T, HAS_POS)
+        issue_loads()
+        carry = block_backward(
+            xs, dys, pos_s, zero + t0, carry, taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end,
+            d_in, T, eps, DIM, dx_row, W, HAS_TAIL, HAS_POS, SILU, UNIT, HAS_DTAIL_OUT, BLOCK_T, not EVEN_T,
+        )  # fmt: skip
+        xs, dys, pos_s = next_xs, next_dys, next_pos
+    return xs, dys, carry
+
+
+@triton.jit
 def short_conv_backward_kernel(
     x, weight, bias, tail, pos, dy, dtail_out, dx, dtail, sums, T, span, x_batch, dy_batch, dx_batch, eps,
     DIM: tl.constexpr, x_row: tl.constexpr, dy_row: tl.constexpr, dx_row: tl.constexpr, W: tl.constexpr, HAS_TAIL: tl.constexpr,
@@ -269,27 +322,23 @@ def short_conv_backward_kernel(
         dx_pending += (nothing,)
         dtaps += (nothing,)
     window = load_window(x, tail, pos, b * 0 + begin, x_row, d_in, W, DIM, HAS_TAIL, HAS_POS)
-    xs = load_rows(x, b * 0 + begin, x_row, d_in, T, BLOCK_T, EVEN_D, EVEN_T)
-    dys = load_rows(dy, b * 0 + begin, dy_row, d_in, T, BLOCK_T, EVEN_D, EVEN_T)
-    pos_s = load_positions(pos, b * 0 + begin, T, BLOCK_T, EVEN_T, HAS_POS)
-    dbias_d = nothing
-    for t0 in range(begin, end, BLOCK_T):
-        # memory may end after the last token: load the last ones again, which are not used
-        t1 = b * 0 + (tl.minimum(t0 + BLOCK_T, T - BLOCK_T) if EVEN_T else t0 + BLOCK_T)
-        prefetch(lines + (b * 0 + tl.minimum(t0 + prefetch_distance(BLOCK_T), last)) * line_row)
-        next_xs = load_rows(x, t1, x_row, d_in, T, BLOCK_T, EVEN_D, EVEN_T)
-        next_dys = load_rows(dy, t1, dy_row, d_in, T, BLOCK_T, EVEN_D, EVEN_T)
-        next_pos = load_positions(pos, t1, T, BLOCK_T, EVEN_T, HAS_POS)
-        issue_loads()
-        window, dx_pending, dtaps, dbias_d = block_backward(
-            xs, dys, pos_s, b * 0 + t0, (window, dx_pending, dtaps, dbias_d), taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end,
-            d_in, T, eps, DIM, dx_row, W, HAS_TAIL, HAS_POS, SILU, UNIT, HAS_DTAIL_OUT, BLOCK_T, not EVEN_T,
+    carry = (window, dx_pending, dtaps, nothing)
+    # gradients of inputs before the span are no one's but the tail's
+    if not HAS_POS or in_one_document(pos, begin, end, W - 1 if HAS_TAIL else 0):
+        xs, dys, carry = span_backward(
+            x, dy, pos, carry, taps, bias_d, dtail_out, dx, dtail, lines, line_row, d_in, b * 0, begin, end, last, T, eps, DIM,
+            x_row, dy_row, dx_row, W, HAS_TAIL, False, SILU, UNIT, HAS_DTAIL_OUT, EVEN_T, EVEN_D, BLOCK_T,
         )  # fmt: skip
-        xs, dys, pos_s = next_xs, next_dys, next_pos
+    else:
+        xs, dys, carry = span_backward(
+            x, dy, pos, carry, taps, bias_d, dtail_out, dx, dtail, lines, line_row, d_in, b * 0, begin, end, last, T, eps, DIM,
+            x_row, dy_row, dx_row, W, HAS_TAIL, True, SILU, UNIT, HAS_DTAIL_OUT, EVEN_T, EVEN_D, BLOCK_T,
+        )  # fmt: skip
     # the tokens after the span, which its last inputs reach
     behind = b * 0 + begin + tl.cdiv(end - begin, BLOCK_T) * BLOCK_T
-    window, dx_pending, dtaps, dbias_d = block_backward(
-        xs, dys, pos_s, behind, (window, dx_pending, dtaps, dbias_d), taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end, d_in,
+    pos_s = load_positions(pos, tl.minimum(behind, T - BLOCK_T) if EVEN_T else behind, T, BLOCK_T, EVEN_T, HAS_POS)
+    _, _, dtaps, dbias_d = block_backward(
+        xs, dys, pos_s, behind, carry, taps, bias_d, x, dy, dtail_out, dx, dtail, begin, end, d_in,
         T, eps, DIM, dx_row, W, HAS_TAIL, HAS_POS, SILU, UNIT, HAS_DTAIL_OUT, BLOCK_T, True,
     )  # fmt: skip
     sums += (b * tl.num_programs(2) + tl.program_id(2)) * (W + 1) * DIM + d

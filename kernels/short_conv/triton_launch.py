@@ -36,9 +36,9 @@ class LaunchConfig:
     """
 
     block_d: int = 128
-    block_t: int = 4
+    block_t: int = 8
     span: int = 64
-    block_t_backward: int = 8
+    block_t_backward: int = 4
     span_backward: int = 128
 
 

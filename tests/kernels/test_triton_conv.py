@@ -48,8 +48,11 @@ def with_gradients(function, given, pos, cotangents, **options):
     return {"y": y, "leaving": leaving, **dict(zip(leaves, grads))}
 
 
-def compare(length, width, *, tail, starts, silu, dtype=torch.float32, config=LAUNCH_CONFIG, channels=11, unit=None):
-    given, pos, cotangents = example(length, width, tail=tail, starts=starts, dtype=dtype, channels=channels)
+def compare(length, width, *, tail, starts, silu, dtype=torch.float32, config=LAUNCH_CONFIG, channels=11, unit=None, pos=None):
+    """pos: others than the example's."""
+    batch = 2 if pos is None else len(pos)
+    given, own, cotangents = example(length, width, tail=tail, starts=starts, dtype=dtype, channels=channels, batch=batch)
+    pos = own if pos is None else pos
     options = {"activation": "silu" if silu else None, "unit_width": unit and unit[0], "unit_eps": unit[1] if unit else 0.0}
     expected = with_gradients(short_conv_reference, given, pos, cotangents, **options)
     rounded = {name: None if x is None else x.to(DEVICE, dtype) for name, x in given.items()}
@@ -65,6 +68,15 @@ def test_outputs_and_gradients_are_the_definitions(tail, starts, silu):
     for length, width in ((8, 4), (21, 4), (2, 4), (16, 3), (5, 1), (9, 2)):
         if width > 1 or not tail:
             compare(length, width, tail=tail, starts=starts, silu=silu)
+
+
+@pytest.mark.parametrize(("tail", "unit"), [(False, None), (True, (4, 1e-6))])
+def test_a_document_starts_at_any_token_of_a_span_or_in_none(tail, unit):
+    """Spans of one document are computed without positions. Each row has one start, from the row's first token to behind the second
+    span; and there are rows that begin with a document's first few tokens."""
+    starts, t = torch.arange(-3, 20)[:, None], torch.arange(29)
+    pos = torch.where(t < starts, t + 40, t - starts)
+    compare(29, 4, tail=tail, starts=True, silu=True, channels=4, unit=unit, pos=pos)
 
 
 def test_a_block_has_lines_of_channels_that_are_not():
