@@ -153,7 +153,8 @@ def test_equal_calls_give_equal_bits_and_views_are_taken():
 
 @pytest.mark.parametrize("gate", some(["scalar", "value"], ["scalar"]))
 def test_gradients_of_neighbouring_columns_are_neighbours(gate):
-    """Of q, k and v as a projection returns them; and the bits are those of gradients apart."""
+    """Of q, k and v as a projection returns them. They are those of gradients apart: to the bit in the interpreter, to rounding on a
+    GPU, whose compiler lays a tile out by the distance of its rows and then joins other products and sums into one instruction."""
     given, cotangents = example(gate, (2, 21, 4, 2, 2, 9, 12))
     given = rounded(given, torch.float32)
     options = {"gate": gate, "scale": 0.3, "pos": None, "config": SMALL}
@@ -165,7 +166,7 @@ def test_gradients_of_neighbouring_columns_are_neighbours(gate):
     ((_, widths),) = merge_adjacent([x.flatten(2) for x in grads])
     assert widths == [x.shape[2] for x in columns]
     for name, x in zip("qkv", grads, strict=True):
-        assert torch.equal(x, apart[name]), name
+        assert relative_error(x, apart[name]) <= (0 if x.device.type == "cpu" else 1e-6), name
 
 
 @pytest.mark.gpu
