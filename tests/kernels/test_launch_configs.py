@@ -131,13 +131,13 @@ def test_a_configuration_that_computes_something_else_is_not_taken(monkeypatch):
     request = Request(short_conv.KERNEL, short_conv.shape_of(4, 4), {"batch": 1, "tokens": 20, "channels": 5})
     run, quick = short_conv.short_conv_triton, iter((2.0, 1.0, 1.0, 1.0))
     monkeypatch.setattr("baton.kernels.compile.autotune._milliseconds", lambda *_: next(quick))
-    monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {short_conv.KERNEL: ({"block_t": (8,)},)})
+    monkeypatch.setattr("baton.kernels.compile.autotune.STEPS", {short_conv.KERNEL: ({"block_t": (4,)},)})
 
     def wrong(*args, config, **options):
         y, tail = run(*args, config=config, **options)
-        return (y + 1e-3 if config.block_t == 8 else y), tail
+        return (y + 1e-3 if config.block_t == 4 else y), tail
 
-    assert next(tune([request], torch.device("cpu"), torch.float32)).config == {"block_t": 8}
+    assert next(tune([request], torch.device("cpu"), torch.float32)).config == {"block_t": 4}
     monkeypatch.setattr(short_conv, "short_conv_triton", wrong)
     quick = iter((2.0, 1.0))
     assert next(tune([request], torch.device("cpu"), torch.float32)).config == {}

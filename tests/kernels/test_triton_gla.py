@@ -153,8 +153,8 @@ def test_equal_calls_give_equal_bits_and_views_are_taken():
 
 @pytest.mark.parametrize("gate", some(["scalar", "value"], ["scalar"]))
 def test_gradients_of_neighbouring_columns_are_neighbours(gate):
-    """Of q, k and v as a projection returns them. They are those of gradients apart: to the bit in the interpreter, to rounding on a
-    GPU, whose compiler lays a tile out by the distance of its rows and then joins other products and sums into one instruction."""
+    """Of q, k and v as a projection returns them. They are those of gradients apart: to the bit in the interpreter, to rounding on
+    a GPU, whose compiler lays a tile out by the distance of its rows and then joins other products and sums in one instruction."""
     given, cotangents = example(gate, (2, 21, 4, 2, 2, 9, 12))
     given = rounded(given, torch.float32)
     options = {"gate": gate, "scale": 0.3, "pos": None, "config": SMALL}
