@@ -109,14 +109,6 @@ def line_pointers(first, count, MOST: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(base, i, row, left, columns, D: tl.constexpr, MOST: tl.constexpr):
-    """Prefetches of the rows i, of `left`, what lies in `columns` neighbouring columns, MOST at most, of D. base: row 0's first."""
-    line = tl.arange(0, num_lines(MOST, base.dtype)) * elements_per_line(base.dtype)
-    at = base + tl.minimum(i, left - 1)[:, None].to(tl.int64) * row
-    prefetch(at + tl.minimum(columns + line, D - 1)[None, :])
-
-
-@triton.jit
 def row_lines(tensors, rows, channel, tokens, D: tl.constexpr, BD: tl.constexpr, TOKENS: tl.constexpr):
     """Lines of the rows that the first TOKENS tokens, of `tokens`, have in a few tensors, BD channels, of D, from `channel` on: an
     address in each lane, and how many bytes further the next token's is. tensors: pointers to token 0's rows; rows: elements from
