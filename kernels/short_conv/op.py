@@ -40,8 +40,9 @@ def short_conv(
         x: input, [batch, T, channels].
         weight: taps, oldest first as in torch's conv1d, [channels, width].
         bias: [channels].
-        pos: position of each token in its document, int32 or int64 [batch, T]. None: every tap is valid; no document starts in this
-            segment or close before it.
+        pos: position of each token in its document, int32 or int64 [batch, T]: from one token to the next it rises by 1, or is 0
+            again; not checked, and on a GPU a document's start is overlooked where it rises by more. None: every tap is valid; no
+            document starts in this segment or close before it.
         tail: the width - 1 inputs before this segment, oldest first, [batch, width - 1, channels] in x's dtype. None: zeros.
         activation: "silu" for y * sigmoid(y) on the output, or None.
         unit_width: channels of a head, of which each becomes y / sqrt(|y|^2 + unit_eps), as queries and keys of the delta rule are
