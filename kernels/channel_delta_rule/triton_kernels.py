@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 
 from baton.kernels.common.triton_prefetch import LOG2_E
+from baton.kernels.delta_rule.triangular_inverse import invert_unit_lower, store_inverse
 from baton.kernels.delta_rule.wy_backward_kernels import dot_tf32
-from baton.kernels.delta_rule.wy_forward_kernels import apply_inverse, dot_fp32
+from baton.kernels.delta_rule.wy_forward_kernels import apply_inverse
 from baton.kernels.gated_linear_attention.triton_common import (
     CHANNEL,
     LEAST,
@@ -90,54 +91,22 @@ def channel_inverse_kernel(
     H: tl.constexpr, ALTERNATE: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """(I + A)^-1 of each chunk in the place of what token i reads of key j, float32 [B, H, N, C, C]; of DOT_DTYPE two planes, as
-    `delta_rule.wy_forward_kernels.wy_inverse_kernel` leaves it. As there, blocks of 16 tokens are inverted row by row, and the
-    others follow by columns."""
+    `delta_rule.wy_forward_kernels.wy_inverse_kernel` leaves it."""
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
-    row = tl.arange(0, 16)
-    square = row[:, None] * C + row[None, :]
+    i = tl.arange(0, C)
+    t = n * C + i
     to = out + ((b * H + h) * chunks + n) * (C * C)
-    beta += b * beta_batch + h * beta_head
-    # A's block (r, c) is beta of its rows times what is read; above the diagonal all is zero
-    strengths = tl.zeros([16], tl.float32)
-    for r in tl.static_range(C // 16):
-        t = n * C + r * 16 + row
-        strengths = tl.load(beta + t.to(tl.int64) * beta_row, mask=t < T, other=0.0).to(tl.float32)
-        if ALTERNATE:  # the others replace nothing
-            strengths = tl.where(t % 2 == 0, strengths, 0.0)
-        for c in tl.static_range(r + 1):
-            A = strengths[:, None] * tl.load(to + (r * C + c) * 16 + square)
-            tl.store(to + (r * C + c) * 16 + square, tl.where((row[:, None] > row[None, :]) | (c < r), A, 0.0))
-        for c in tl.static_range(r + 1, C // 16):
-            tl.store(to + (r * C + c) * 16 + square, tl.zeros([16, 16], tl.float32))
+    strengths = tl.load(beta + b * beta_batch + h * beta_head + t.to(tl.int64) * beta_row, mask=t < T, other=0.0).to(tl.float32)
+    if ALTERNATE:  # the others replace nothing
+        strengths = tl.where(t % 2 == 0, strengths, 0.0)
+    everywhere = to + i[:, None] * C + i[None, :]
+    A = strengths[:, None] * tl.load(everywhere)
+    tl.store(everywhere, tl.where(i[:, None] > i[None, :], A, 0.0))
     tl.debug_barrier()
-    first = tl.arange(0, C // 16) * 16
-    blocks = tl.zeros([C // 16, 16, 16], tl.float32) + tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
-    for s in tl.static_range(1, 16):
-        before = tl.load(to + (first + s)[:, None] * C + first[:, None] + row[None, :])
-        solved = tl.sum(before[:, :, None] * blocks, 1)
-        blocks -= tl.where((row == s)[None, :, None], solved[:, None, :], 0.0)
+    inverse = invert_unit_lower(to, DOT_DTYPE, C)
     tl.debug_barrier()
-    tl.store(to + (first[:, None] + row[None, :])[:, :, None] * C + (first[:, None] + row[None, :])[:, None, :], blocks)
-    for r in tl.static_range(1, C // 16):
-        for c in tl.static_range(r):
-            tl.debug_barrier()
-            known = tl.zeros([16, 16], tl.float32)
-            for m in tl.static_range(c, r):
-                known += dot_fp32(tl.load(to + (r * C + m) * 16 + square), tl.load(to + (m * C + c) * 16 + square), DOT_DTYPE)
-            solved = dot_fp32(tl.load(to + (r * C + r) * 16 + square), known, DOT_DTYPE)
-            tl.debug_barrier()
-            tl.store(to + (r * C + c) * 16 + square, -solved)
-    if DOT_DTYPE is not None:
-        tl.debug_barrier()
-        i = tl.arange(0, C)
-        everywhere = i[:, None] * C + i[None, :]
-        inverse = tl.load(to + everywhere)
-        high = inverse.to(DOT_DTYPE)
-        planes = to.to(tl.pointer_type(DOT_DTYPE))
-        tl.debug_barrier()
-        tl.store(planes + everywhere, high)
-        tl.store(planes + C * C + everywhere, (inverse - high.to(tl.float32)).to(DOT_DTYPE))
+    store_inverse(to if DOT_DTYPE is None else to.to(tl.pointer_type(DOT_DTYPE)), inverse, DOT_DTYPE, C)
 
 
 @triton.jit

@@ -57,7 +57,7 @@ class LaunchConfig(GLALaunchConfig):
     warps_backward: int = 4
     stages_backward: int = 1
     target_programs: int = 256
-    warps_inverse: int = 1
+    warps_inverse: int = 2
     x_chunk: int = 64
     y_chunk: int = 64
     warps_chunk: int = 8
@@ -190,7 +190,7 @@ class DeltaRuleLaunch:
         k, chunk, heads, rows = launch.given.k, self.config.chunk, launch.heads, launch.batch * launch.heads
         planes = 1 if launch.kept == torch.float32 else 2
         inverse = launch.new(launch.batch, heads, launch.chunks, planes, chunk, chunk, dtype=launch.kept)
-        options = self.options(BX=launch.block(launch.sizes[0], SMALL), num_warps=self.config.warps_inverse)
+        options = self.options(BX=launch.block(launch.sizes[0], self.config.x_products), num_warps=self.config.warps_inverse)
         del options["Y"], options["BY"]
         _forward_kernels.wy_inverse_kernel[(launch.chunks, rows)](
             k, self.beta, launch.or_v(self.sums), launch.or_v(launch.pos), inverse, launch.length, launch.chunks,

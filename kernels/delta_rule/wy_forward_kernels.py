@@ -4,10 +4,9 @@ Shape suffixes as in `gated_linear_attention.triton_kernels`: X is d_key, Y d_va
 
 With u as values, the delta rule is gated linear attention with one gate per token, so the kernels of
 `baton.kernels.gated_linear_attention.triton_kernels` compute the output. In a chunk, u solves (I + A) u = beta (v - decay S^T k),
-where A is the strictly lower triangular part of beta decay k k^T (see `chunked`). (I + A)^-1 is computed row by row in blocks of 16
-tokens, and then block by block. It depends only on keys and gates, so only two products per chunk depend on the state. Where keys
-are similar to each other, u is a small difference of large terms, so the operands of products with the inverse are kept more
-precisely than in bfloat16.
+where A is the strictly lower triangular part of beta decay k k^T (see `chunked`). (I + A)^-1 (see `triangular_inverse`) depends
+only on keys and gates, so only two products per chunk depend on the state. Where keys are similar to each other, u is a small
+difference of large terms, so the operands of products with the inverse are kept more precisely than in bfloat16.
 
 Row strides are compile-time constants, so that the addresses of a tile's rows differ by constants and take few registers.
 
@@ -20,6 +19,7 @@ states are multiplied by M^T.
 import triton
 import triton.language as tl
 
+from baton.kernels.delta_rule.triangular_inverse import invert_unit_lower, store_inverse
 from baton.kernels.gated_linear_attention.triton_common import (
     NONE,
     chunk_decay,
@@ -30,19 +30,11 @@ from baton.kernels.gated_linear_attention.triton_common import (
     last_position,
     load_gate_sums,
     load_positions,
+    load_rows,
     load_tokens,
     round_operand,
     store_tokens,
 )
-
-
-@triton.jit
-def dot_fp32(a, b, DOT_DTYPE: tl.constexpr):
-    """a b in float32 precision, whatever the precision of other products."""
-    if DOT_DTYPE is None:
-        return tl.dot(a, b, input_precision="ieee")
-    else:
-        return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -62,78 +54,36 @@ def apply_inverse(inverse, square, x, TRANSPOSED: tl.constexpr, DOT_DTYPE: tl.co
 
 
 @triton.jit
-def lower_rows(k, beta, sums, pos, first, n, T, k_row, beta_row, H, X: tl.constexpr, GATE: tl.constexpr,
-                     HAS_POS: tl.constexpr, DOT_DTYPE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr):  # fmt: skip
-    """A's 16 rows from `first` on, [16, C]."""
-    i, j = first + tl.arange(0, 16), tl.arange(0, C)
-    t_i, t_j = n * C + i, n * C + j
-    found = tl.zeros([16, C], tl.float32)
-    for x0 in range(0, X, BX):
-        x = x0 + tl.arange(0, BX)
-        found += dot(load_tokens(k, t_i, k_row, x, T, X), tl.trans(load_tokens(k, t_j, k_row, x, T, X)), DOT_DTYPE)
-    seen = i[:, None] > j[None, :]
-    if HAS_POS:
-        seen &= i[:, None] - j[None, :] <= load_positions(pos, t_i, T, HAS_POS)[:, None]
-    if GATE != NONE:
-        sums_i, sums_j = load_gate_sums(sums, t_i, T, j, H, X, GATE), load_gate_sums(sums, t_j, T, j, H, X, GATE)
-        found *= tl.exp2(tl.where(seen, sums_i[:, None] - sums_j[None, :], 0.0).to(tl.float32))
-    beta_i = tl.load(beta + t_i.to(tl.int64) * beta_row, mask=t_i < T, other=0.0).to(tl.float32)
-    return tl.where(seen, beta_i[:, None] * found, 0.0)
-
-
-@triton.jit
 def wy_inverse_kernel(
     k, beta, sums, pos, out, T, chunks, k_batch, k_row: tl.constexpr, k_head, beta_batch, beta_row: tl.constexpr, beta_head,
     X: tl.constexpr, H: tl.constexpr, GATE: tl.constexpr, HAS_POS: tl.constexpr, DOT_DTYPE: tl.constexpr,
     C: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
     """(I + A)^-1 of each chunk: float32 [B, H, N, 1, C, C]; or of DOT_DTYPE [B, H, N, 2, C, C], what is rounded and then the rest,
-    which tensor cores, unlike float32, also read transposed. A first lies where its inverse will, in float32: tiles are small and
-    depend on each other, so a program has a warp or two and many programs hide each other's waiting."""
+    which tensor cores, unlike float32, also read transposed. A first lies where its inverse will, in float32."""
     n, bh = tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
-    i, row = tl.arange(0, C), tl.arange(0, 16)
+    i, begin, left = tl.arange(0, C), (n * C).to(tl.int64), T - n * C
     PLANES: tl.constexpr = 1 if DOT_DTYPE is None else 2
-    left_at = out + ((b * H + h) * chunks + n) * PLANES * (C * C)
-    to = left_at.to(tl.pointer_type(tl.float32))
-    k += b * k_batch + h * k_head
-    beta += b * beta_batch + h * beta_head
-    for r in tl.static_range(C // 16):
-        A = lower_rows(
-            k, beta, sums + b * T * H + h, pos + b * T, r * 16, n, T, k_row, beta_row, H, X, GATE, HAS_POS, DOT_DTYPE, C, BX
-        )
-        tl.store(to + (r * 16 + row)[:, None] * C + i[None, :], A)
-    # rows of the blocks of 16 tokens on the diagonal, one after the other, all blocks at once: through memory, which alone
-    # takes a tile apart
+    planes = out + ((b * H + h) * chunks + n) * PLANES * (C * C)
+    to = planes.to(tl.pointer_type(tl.float32))
+    k += b * k_batch + h * k_head + begin * k_row
+    beta_t = tl.load(beta + b * beta_batch + h * beta_head + (begin + i) * beta_row, mask=i < left, other=0.0).to(tl.float32)
+    A = tl.zeros([C, C], tl.float32)
+    for x0 in range(0, X, BX):
+        k_x = load_rows(k, i, k_row, x0 + tl.arange(0, BX), left, X)
+        A += dot(k_x, tl.trans(k_x), DOT_DTYPE)
+    seen = i[:, None] > i[None, :]
+    if HAS_POS:
+        seen &= i[:, None] - i[None, :] <= load_positions(pos + b * T + begin, i, left, HAS_POS)[:, None]
+    if GATE != NONE:
+        summed = load_gate_sums(sums + (b * T + begin) * H + h, i, left, i, H, X, GATE)
+        A *= tl.exp2(tl.where(seen, summed[:, None] - summed[None, :], 0.0).to(tl.float32))
+    tl.store(to + i[:, None] * C + i[None, :], tl.where(seen, beta_t[:, None] * A, 0.0))
     tl.debug_barrier()
-    first = tl.arange(0, C // 16) * 16
-    blocks = tl.zeros([C // 16, 16, 16], tl.float32) + tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
-    for s in tl.static_range(1, 16):
-        before = tl.load(to + (first + s)[:, None] * C + first[:, None] + row[None, :])
-        solved = tl.sum(before[:, :, None] * blocks, 1)
-        blocks -= tl.where((row == s)[None, :, None], solved[:, None, :], 0.0)
+    inverse = invert_unit_lower(to, DOT_DTYPE, C)
     tl.debug_barrier()
-    tl.store(to + (first[:, None] + row[None, :])[:, :, None] * C + (first[:, None] + row[None, :])[:, None, :], blocks)
-    # the others by columns from the left: what a tile still needs of A lies in its own row, to its right
-    square = row[:, None] * C + row[None, :]
-    for r in tl.static_range(1, C // 16):
-        for c in tl.static_range(r):
-            tl.debug_barrier()
-            known = tl.zeros([16, 16], tl.float32)
-            for m in tl.static_range(c, r):
-                known += dot_fp32(tl.load(to + (r * C + m) * 16 + square), tl.load(to + (m * C + c) * 16 + square), DOT_DTYPE)
-            solved = dot_fp32(tl.load(to + (r * C + r) * 16 + square), known, DOT_DTYPE)
-            tl.debug_barrier()
-            tl.store(to + (r * C + c) * 16 + square, -solved)
-    if DOT_DTYPE is not None:
-        tl.debug_barrier()
-        # both parts of an element take the room that it had
-        everywhere = i[:, None] * C + i[None, :]
-        whole = tl.load(to + everywhere)
-        high = whole.to(DOT_DTYPE)
-        tl.debug_barrier()
-        tl.store(left_at + everywhere, high)
-        tl.store(left_at + C * C + everywhere, (whole - high.to(tl.float32)).to(DOT_DTYPE))
+    store_inverse(planes, inverse, DOT_DTYPE, C)
 
 
 @triton.jit

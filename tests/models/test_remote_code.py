@@ -193,6 +193,27 @@ def test_logits_and_gradients_are_ours(case, tmp_path):
 GENERATING = ["lattice", "longhorn", "hybrid", "another hybrid", "attention, whole document"]
 
 
+def test_positions_that_skip_tokens_are_refused(tmp_path):
+    """A State cannot skip tokens: of two forms of a recurrence each would compute something else. Padding has no position."""
+    model = model_of("hybrid")
+    write(model, ours_of(model)[1], tmp_path / "out")
+    theirs = loaded(tmp_path / "out")
+    tokens = torch.randint(VOCAB, (2, 6), generator=seeded(1))
+    rising = torch.arange(6)[None]
+    first = theirs(tokens, position_ids=rising)
+    assert torch.equal(first.logits, theirs(tokens).logits)
+    for pos, past, message in (
+        ([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 3, 4]], None, "row 1, token 4 has position 3 after 1"),
+        ([[0, 1, 2, 2, 3, 4]] * 2, None, "row 0, token 3 has position 2 after 2"),
+        ([[7, 8, 9, 10, 11, 12]] * 2, first.past_key_values, "row 0, token 0 has position 7 after 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            theirs(tokens, position_ids=torch.tensor(pos), past_key_values=past)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    padded = theirs(tokens, attention_mask=mask, position_ids=torch.tensor([[0, 1, 2, 3, 4, 5], [1, 1, 0, 1, 2, 3]]))
+    assert torch.equal(padded.logits, theirs(tokens, attention_mask=mask).logits)
+
+
 @pytest.mark.parametrize("case", some(GENERATING, ["hybrid", "another hybrid"]))
 def test_generation_of_padded_prompts_is_ours(case, tmp_path):
     """One prompt and eight of unequal length, token by token; with a beam search, whose rows change places."""

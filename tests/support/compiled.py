@@ -272,7 +272,7 @@ def _matrix_kernels(arch):
     config, small = launch_config_of(delta_rule, delta_rule.shape_of("scalar", X, X)), delta_rule.SMALL
     blocks = {"BX": config.x_chunk, "BY": config.y_chunk}
     yield of_rule("gated delta, gradients", wy_backward_kernels.wy_gradients_kernel, config, config.warps_chunk, **blocks)
-    yield of_rule("gated delta, inverse", wy_forward_kernels.wy_inverse_kernel, config, config.warps_inverse, BX=small)
+    yield of_rule("gated delta, inverse", wy_forward_kernels.wy_inverse_kernel, config, config.warps_inverse, BX=config.x_products)
     yield of_rule("gated delta, strengths of 0", wy_backward_kernels.wy_dbeta_zero_kernel, config, 4, BX=small, BY=small)
     for name, first, keep in (("writes", True, True), ("what pieces do", False, False)):
         walk = {"BX": X, "BY": config.values, "HAS_FIRST": first, "KEEP": keep}

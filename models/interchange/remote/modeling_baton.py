@@ -152,7 +152,10 @@ class BatonForCausalLM(PreTrainedModel, GenerationMixin):
         """labels: input_ids with -100 where nothing is to be predicted; they are shifted here. logits_to_keep: of the last tokens,
         as many; 0: all."""
         past, length = past_key_values, input_ids.shape[1]
-        pos = self._positions(input_ids, attention_mask, past) if position_ids is None else position_ids.to(torch.int32)
+        if position_ids is None:
+            pos = self._positions(input_ids, attention_mask, past)
+        else:
+            pos = self._given_positions(position_ids.expand_as(input_ids).to(torch.int32), attention_mask, past)
         x = precise(self.embedding(input_ids))
         dtype, states = self.embedding.weight.dtype, {}
         shared: dict[str, Tensor] = {}
@@ -184,6 +187,22 @@ class BatonForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is None:
             return torch.arange(length, dtype=torch.int32, device=input_ids.device).expand(batch, -1)
         return (attention_mask.cumsum(1) - 1).clamp(min=0).to(torch.int32)
+
+    @staticmethod
+    def _given_positions(pos: Tensor, attention_mask: Tensor | None, past: BatonCache | None) -> Tensor:
+        """Those of the caller, 0 for padding, of which each is 0 or one more than the one before it: a State cannot skip tokens."""
+        if attention_mask is not None and past is None:
+            pos = pos.masked_fill(attention_mask == 0, 0)
+        before = pos[:, :1] - 1 if past is None else past.next_pos[:, None].to(pos) - 1
+        before = torch.cat((before, pos[:, :-1]), dim=1)
+        wrong = ((pos != 0) & (pos != before + 1)).nonzero().tolist()
+        if wrong:
+            row, token = wrong[0]
+            raise ValueError(
+                f"position_ids: row {row}, token {token} has position {pos[row, token]} after {before[row, token]}; a position is "
+                "one more than that of the token before it, or 0 where a document begins"
+            )
+        return pos
 
     def prepare_inputs_for_generation(
         self,
