@@ -110,9 +110,10 @@ def unit_of_kernels(width: int | None, eps: float) -> Unit | None:
     return (width, eps) if width is not None and fits_in_block(width) else None
 
 
-def warps_of(unit: Unit | None) -> int:
-    """Warps of a program: its registers hold the inputs of 128 channels for each."""
-    return 1 if unit is None else max(1, unit[0] // 128)
+def warps_of(unit: Unit | None, width: int, *, backward: bool) -> int:
+    """Warps of a program: its registers hold the inputs of 128 channels for each; backwards, of long filters, of 32, because
+    `_with_room` loads 8 tokens or more together."""
+    return (1 if unit is None else max(1, unit[0] // 128)) * (4 if backward and width > 5 else 1)
 
 
 def _unit_options(unit: Unit | None) -> dict[str, Any]:
@@ -155,7 +156,6 @@ def _options(
         "EVEN_D": x.shape[2] % block_d == 0,
         "BLOCK_D": block_d,
         "BLOCK_T": block_t,
-        "num_warps": warps_of(unit),
         "num_stages": 1,
     }
 
@@ -177,6 +177,7 @@ def _forward(
         rows, launch_utils.contiguous_aligned(weight), launch_utils.contiguous_aligned(bias),
         x if tail is None else tail.contiguous(), x if pos is None else pos, y,
         **_options(rows, width, tail, pos, silu, unit, config.block_d, config.block_t, config.span),
+        num_warps=warps_of(unit, width, backward=False),
     )  # fmt: skip
     return y, new_tail(x, tail, width - 1) if need_tail else x.new_empty(x.shape[0], 0, x.shape[2])
 
@@ -212,6 +213,7 @@ class _ShortConv(torch.autograd.Function):
             x if tail is None else tail.contiguous(), x if pos is None else pos, dy,
             x if dleaving is None else dleaving.contiguous(), dx, dtail, sums, dy_batch=dy.stride(0), dy_row=dy.stride(1),
             dx_batch=dx.stride(0), dx_row=dx.stride(1), HAS_DTAIL_OUT=dleaving is not None,
+            num_warps=warps_of(ctx.unit, width, backward=True),
             **_options(
                 rows, width, tail, pos, ctx.silu, ctx.unit, config.block_d, config.block_t_backward, config.span_backward
             ),

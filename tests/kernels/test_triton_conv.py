@@ -92,6 +92,12 @@ def test_heads_of_length_1(length, channels, head, starts, silu):
     compare(length, 4, tail=True, starts=starts, silu=silu, channels=channels, unit=(head, 0.1))
 
 
+@pytest.mark.parametrize(("width", "unit"), [(6, None), (8, (64, 1e-5)), (7, (128, 1e-5))])
+def test_long_filters(width, unit):
+    """Whose programs have several warps backwards: heads lie within one, and across four."""
+    compare(37, width, tail=True, starts=True, silu=True, config=LaunchConfig(), channels=256, unit=unit)
+
+
 @pytest.mark.parametrize("width", [4, 6])
 def test_heads_that_the_kernels_do_not_have_are_normalized_behind_them(width, monkeypatch):
     """As torch normalizes, of a sequence and of a step; 6 is no power of two."""

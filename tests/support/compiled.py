@@ -860,17 +860,20 @@ def _kernels(arch):
     conv = {"HAS_TAIL": True, "HAS_POS": True, "SILU": True, "UNIT": 0, "EVEN_D": True, "DIM": CHANNELS, "W": 4}
     conv |= {"BLOCK_D": conv_config.block_d, "BLOCK_T": conv_config.block_t}
     back = {**conv, "EVEN_T": True, "HAS_DTAIL_OUT": False, "BLOCK_T": conv_config.block_t_backward}
-    yield "conv", triton_kernels.short_conv_forward_kernel, {**conv, "EVEN_T": True}, 1, "bf16"
     step = {name: conv[name] for name in ("HAS_POS", "SILU", "UNIT", "EVEN_D", "DIM", "W")} | {"BLOCK_D": _STEP_CHANNELS}
     yield "conv step", triton_kernels.short_conv_step_kernel, step, 4, "bf16"
-    for unit in (64, 128, 256):
-        config, warps = _with_room(conv_config, 4, unit), warps_of((unit, 0.0))
-        heads = {**conv, "UNIT": unit, "EVEN_T": True, "BLOCK_D": config.block_d, "BLOCK_T": config.block_t}
-        yield f"conv, heads of {unit}", triton_kernels.short_conv_forward_kernel, heads, warps, "bf16"
-        heads = {**heads, "BLOCK_T": config.block_t_backward, "HAS_DTAIL_OUT": False}
-        yield f"conv backward, heads of {unit}", triton_kernels.short_conv_backward_kernel, heads, warps, "bf16"
-        yield f"conv step, heads of {unit}", triton_kernels.short_conv_step_kernel, {**step, "UNIT": unit}, 4, "bf16"
-    yield "conv backward", triton_kernels.short_conv_backward_kernel, back, 1, "bf16"
+    for unit in (0, 64, 128, 256):
+        for width in (4, 8):
+            config, heads = _with_room(conv_config, width, unit), (unit, 0.0) if unit else None
+            named = f"{f', heads of {unit}' * bool(unit)}{f', of {width} tokens' * (width != 4)}"
+            sizes = {**conv, "W": width, "UNIT": unit, "EVEN_T": True, "BLOCK_D": config.block_d, "BLOCK_T": config.block_t}
+            warps = warps_of(heads, width, backward=False)
+            yield f"conv{named}", triton_kernels.short_conv_forward_kernel, sizes, warps, "bf16"
+            sizes = {**sizes, "BLOCK_T": config.block_t_backward, "HAS_DTAIL_OUT": False}
+            warps = warps_of(heads, width, backward=True)
+            yield f"conv backward{named}", triton_kernels.short_conv_backward_kernel, sizes, warps, "bf16"
+        if unit:
+            yield f"conv step, heads of {unit}", triton_kernels.short_conv_step_kernel, {**step, "UNIT": unit}, 4, "bf16"
     yield (
         "conv backward, tail taken",
         triton_kernels.short_conv_backward_kernel,
