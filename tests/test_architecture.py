@@ -388,6 +388,7 @@ OPERATOR_FILES = {"__init__", "op", "reference", "recurrence", "chunked", "torch
 KERNEL_FILES = {"triton_kernels", "triton_forward", "triton_backward", "triton_common"}
 # what a folder has besides; other files with kernels are NAME_kernels.py, and what launches them NAME_launch.py
 OTHER_FILES = {
+    "delta_rule": {"triangular_inverse"},
     "diagonal_scan": {"channel_reduce"},
     "eidetic_attention": {"launch_config", "one_token", "topk_memory"},
     "gated_linear_attention": {"chunk_math", "launch_args"},
